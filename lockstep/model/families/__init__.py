@@ -142,6 +142,8 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
     family, scoring = _family_of(text, inside, tensors)
     refuse_other_wrapper(values, where)
     values, where = text, inside
+    if family == "mistral" and values.get("layer_types") is not None:
+        family = "ministral"  # as in transformers' AutoConfig
     module = family_module(family)
     dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
@@ -174,7 +176,7 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
     fields |= read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
         fields |= module.read_attention(values, where)
-    else:
+    if "sliding_window" not in module.DEFAULTS:
         layer_kinds(values, ("full_attention",), where, fields["num_layers"])
     fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
     try:
