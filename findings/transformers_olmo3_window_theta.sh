@@ -27,7 +27,7 @@ def logits(**settings):
     model = Olmo3ForCausalLM(Olmo3Config(**sizes, **settings)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.2)
+            parameter.normal_(0, 1.0)
         return model(torch.arange(40)[None]).logits
 
 
@@ -46,6 +46,6 @@ one = logits(rope_theta=10000.0)
 assert torch.equal(one, logits(rope_parameters=tables(10000.0, 500000.0)))
 apart = (one - logits(rope_parameters=tables(10000.0, 10000.0))).abs().max().item()
 print(f"largest difference of logits from those with 10000 in all layers: {apart:.2f}")
-assert apart > 0.1
+assert apart > 0.5
 PROBE
 env/bin/python probe.py 2>/dev/null

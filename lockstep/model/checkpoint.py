@@ -40,8 +40,9 @@ from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
 from lockstep.model.stored_tensor import Ones, StoredTensor
 from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
-from lockstep.model.tensors import stored_tensors
+from lockstep.model.tensors import stored_tensors, tensors_around
 from lockstep.model.tied_head import has_untied_head
+from lockstep.model.vision_wrapper import with_text_settings
 
 MOST_IN_A_BYTE = 2
 """Weights in a byte of a file: quantized ones have at least 4 bits."""
@@ -218,8 +219,9 @@ def check_tensors(
     others = [n for n in stored if n not in whole and not is_copy(n, model.config)]
     unknown = [n for n in others if not is_ignored(n, model.config)]
     refuse_names(folder, list(dict.fromkeys(part.name for part, _ in wanted if part.name not in stored)), unknown)
-    if others and added is None:
-        _name_unused(folder, f"{others[0]}{more(others)}")
+    unused = [*(others if added is None else ()), *tensors_around(folder)]
+    if unused:
+        _name_unused(folder, f"{unused[0]}{more(unused)}")
     nowhere = [p for name, p in parameters if not stored_as(name, p.shape, model.config)]
     sources = [Source(*local_part(parameter), Ones(parameter.shape)) for parameter in nowhere]
     for part, parameter in sorted(wanted, key=lambda item: stored[item[0].name].file):
@@ -306,14 +308,17 @@ def write_description(
     files: dict[str, str],
     total_bytes: int,
     quantization: dict[str, Any] | None = None,
+    wrapper: dict[str, Any] | None = None,
 ) -> None:
     """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index.
 
     quantization: how the weights are stored, if not in `dtype`: the `quantization_config` of `config.json`.
+    wrapper: the `config.json` of the model around the language model that `config` describes, if it is written too.
     """
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
     values = to_hugging_face(config, name_of(dtype))
+    values = values if wrapper is None else with_text_settings(wrapper, values)
     _write_json(folder / "config.json", values | ({"quantization_config": quantization} if quantization else {}))
 
 

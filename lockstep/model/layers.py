@@ -137,9 +137,10 @@ class Attention(nn.Module):
 
     def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         neighbors = self.config.rope_interleaved
-        if self.config.long_queries is None:
-            return ops.rotary(q, cos, sin, neighbors), ops.rotary(k, cos, sin, neighbors)
-        return ops.rotary(q, cos[1], sin[1], neighbors), ops.rotary(k, cos[0], sin[0], neighbors)
+        of_keys = of_queries = cos, sin
+        if self.config.long_queries is not None:
+            of_keys, of_queries = ((cos[:, kind].contiguous(), sin[:, kind].contiguous()) for kind in (0, 1))
+        return ops.rotary(q, *of_queries, neighbors), ops.rotary(k, *of_keys, neighbors)
 
     def values(self, attended: Tensor) -> Tensor:
         """The attended values of all heads, `[tokens, heads · head_dim]`."""

@@ -1,6 +1,7 @@
 """A `config.json` is read as transformers reads it, or refused by the name of a key."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -12,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lockstep import load_model, score
 from lockstep.errors import UserError
 from lockstep.model import Yarn, preset, read_config
+from lockstep.model.config import LongRope
 from lockstep.model.families import from_hugging_face, to_hugging_face
 from lockstep.model.families.keys import NULL_IS_MISSING, ONLY
 from tests.model.drawn_configurations import draw
-from tests.model.public_configurations import PUBLIC
+from tests.model.public_configurations import PHI_MINI, PUBLIC
 
 # Both sides sum in float32, in different orders, through up to three layers.
 TOLERANCE = 1e-4
@@ -48,7 +50,7 @@ def their_log_probs(folder, tokens):
 
 
 @pytest.mark.filterwarnings("ignore:.*(replaces rope_parameters|is ignored, as in transformers)")
-@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(n, marks=pytest.mark.slow) for n in range(24, 2000))])
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 2000))])
 def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusal_that_names_its_key(tmp_path, seed):
     drawn = draw(seed)
     (tmp_path / "config.json").write_text(json.dumps(drawn.values))
@@ -70,7 +72,7 @@ def test_a_configuration_gives_the_log_probabilities_of_transformers_or_a_refusa
 
 @pytest.mark.parametrize("key", ONLY)
 def test_a_setting_that_is_not_supported_is_refused_by_name(key):
-    values = PUBLIC["Qwen3 8B"][1]
+    values = PUBLIC["DeepSeek-V3, in bfloat16"][1]
     other = "gelu" if isinstance(ONLY[key], str) else 0.1 if ONLY[key] == 0 and key == "attention_dropout" else True
     with pytest.raises(UserError, match=rf"config\.json: {key} is .*; only .* is supported"):
         from_hugging_face(values | {key: other}, "config.json")
@@ -97,6 +99,15 @@ def test_public_folders_are_read_as_the_sizes_that_they_are(name):
         intermediate_size=values["intermediate_size"],
     )
     assert ours == expected
+
+
+def test_phi_4_mini_is_read_with_its_factors():
+    config = from_hugging_face(PHI_MINI, "config.json")
+    assert config.rotated_features == 96 and config.windows == (262144,) and config.tie_embeddings
+    scaling = config.rope_scaling
+    assert isinstance(scaling, LongRope) and scaling.original_max_positions == 4096
+    assert scaling.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
+    assert scaling.long_factors == tuple(PHI_MINI["rope_scaling"]["long_factor"])
 
 
 def test_rope_scaling_replaces_rope_parameters_and_what_it_leaves_out_is_warned_of():

@@ -26,6 +26,7 @@ LLAMA3 = ROPE | dict(
 )
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT_YARN = YARN | dict(factor=8.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=32, beta_slow=1)
+FULL, SLIDING = "full_attention", "sliding_attention"
 SIZES = dict(
     vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, rope_parameters=ROPE,
@@ -44,6 +45,32 @@ OF_FAMILY = {
         kv_lora_rank=32, q_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=20,
         max_position_embeddings=256, num_nextn_predict_layers=0,
     ),
+    "qwen2": dict(head_dim=16),
+    "mistral": dict(sliding_window=20),
+    "ministral": dict(sliding_window=20),
+    "ministral3": dict(
+        rope_parameters=YARN | dict(factor=16.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        max_position_embeddings=512,
+    ),
+    "smollm3": dict(pad_token_id=0, head_dim=16),
+    "granite": dict(
+        head_dim=16, embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22, logits_scaling=8.0
+    ),
+    "olmo2": dict(head_dim=16, eos_token_id=7),
+    "olmo3": dict(num_hidden_layers=4, head_dim=16, eos_token_id=7, sliding_window=20, rope_parameters=None),
+    "olmoe": dict(head_dim=16, eos_token_id=7, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
+    "phi3": dict(head_dim=16, pad_token_id=0, eos_token_id=7),
+    "glm": dict(pad_token_id=0, eos_token_id=7, rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    "glm4": dict(pad_token_id=0, eos_token_id=7, rope_parameters=ROPE | {"partial_rotary_factor": 0.5}),
+    "glm4_moe": dict(
+        moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
+        rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
+    ),
+    "gemma3_text": dict(
+        num_hidden_layers=4, sliding_window=20, query_pre_attn_scalar=48, pad_token_id=0, rope_parameters=None,
+        layer_types=[SLIDING, FULL, FULL, SLIDING],
+    ),
+    "nanochat": dict(head_dim=16),
 }  # fmt: skip
 
 
@@ -54,11 +81,13 @@ def theirs(family, folder, **settings):
     config = AutoConfig.for_model(family, **SIZES | OF_FAMILY[family] | settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:
-            tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
+        if "norm" in name:  # Gemma's factors are 1 + weight
+            tensor.copy_((0 if family == "gemma3_text" else 1) + 0.2 * torch.randn_like(tensor))
         elif "e_score_correction_bias" in name:
             tensor.normal_(0, 0.1)
-        elif "inv_freq" not in name:  # sinks and gates: what is clamped, and what they take, must show
+        elif (
+            "inv_freq" not in name and "embed_scale" not in name
+        ):  # sinks and gates: what is clamped, and what they take, must show
             tensor.normal_(0, 2.0 if "sinks" in name else 0.5 if "router" in name or "gate_up" in name else 0.15)
     model.save_pretrained(folder)
     return model.eval()
@@ -70,6 +99,20 @@ def change(folder, **values):
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
+def slow(family, settings):
+    """A case whose form the default run has in others."""
+    return pytest.param(family, settings, marks=pytest.mark.slow)
+
+
+LONGROPE = ROPE | {"rope_type": "longrope", "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1 + 0.1 * n for n in range(8)], "long_factor": [1.0 + n for n in range(8)]}
+LONG = dict(max_position_embeddings=256, original_max_position_embeddings=32)
+HALF_LONGROPE = LONGROPE | dict(partial_rotary_factor=0.5, short_factor=[1.0] * 4, long_factor=[1.5, 2.0, 4.0, 8.0])
+LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
+TWO_TABLES = {FULL: LINEAR | {"rope_theta": 1e6}, SLIDING: ROPE | {"rope_theta": 100.0}}
+DYNAMIC = ROPE | {"rope_type": "dynamic", "factor": 3.0}
+BIASES = dict(attention_bias=True, mlp_bias=True)
+WINDOW = dict(use_sliding_window=True, sliding_window=20)
 CASES = [
     ("llama", dict(num_attention_heads=2, head_dim=128, tie_word_embeddings=True)),
     ("llama", dict(rope_parameters=LLAMA3, head_dim=96, num_key_value_heads=1)),
@@ -88,6 +131,64 @@ CASES = [
     ("deepseek_v3", dict(num_attention_heads=12, num_key_value_heads=12, norm_topk_prob=False, n_shared_experts=2)),
     ("deepseek_v3", dict(first_k_dense_replace=0, n_group=2, topk_group=1, rope_parameters=LATENT_YARN, v_head_dim=40)),
     ("deepseek_v3", dict(first_k_dense_replace=3, rope_parameters=LATENT_YARN | {"truncate": False})),
+    ("llama", dict(**BIASES, rope_parameters=LINEAR)),
+    slow("llama", dict(attention_bias=True, tie_word_embeddings=True)),
+    ("llama", dict(mlp_bias=True, rope_parameters=DYNAMIC)),
+    ("llama", dict(head_dim=16, rope_parameters=LONGROPE, max_position_embeddings=256)),
+    slow("llama", dict(head_dim=16, rope_parameters=LONGROPE | {"attention_factor": 1.3, "factor": 5.0})),
+    ("qwen3", dict(**WINDOW, layer_types=[SLIDING, FULL], attention_bias=True)),
+    slow("qwen3", dict(**WINDOW, max_window_layers=1)),
+    ("qwen3_moe", dict(**WINDOW, attention_bias=True)),
+    ("qwen2", dict()),
+    ("qwen2", dict(**WINDOW, max_window_layers=1, tie_word_embeddings=True)),
+    slow("qwen2", dict(**WINDOW, layer_types=[SLIDING, FULL, SLIDING], head_dim=48)),
+    slow("qwen2", dict(**WINDOW, max_window_layers=0, rope_parameters=YARN)),
+    ("mistral", dict()),
+    ("mistral", dict(sliding_window=None, tie_word_embeddings=True, head_dim=48)),
+    ("ministral", dict(layer_types=[FULL, SLIDING, SLIDING])),
+    slow("ministral", dict()),
+    slow("ministral", dict(layer_types=[FULL] * 3, rope_parameters=YARN, tie_word_embeddings=True)),
+    ("ministral3", dict()),
+    slow("ministral3", dict(sliding_window=20, tie_word_embeddings=True)),
+    (
+        "ministral3",
+        dict(rope_parameters=ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 7}),
+    ),
+    ("smollm3", dict()),
+    ("smollm3", dict(no_rope_layer_interval=2, tie_word_embeddings=True, mlp_bias=True)),
+    ("smollm3", dict(no_rope_layers=[0, 1, 1], **WINDOW, **BIASES)),
+    slow("smollm3", dict(**WINDOW, layer_types=[SLIDING, SLIDING, FULL], no_rope_layer_interval=3)),
+    slow("smollm3", dict(no_rope_layer_interval=1, no_rope_layers=[0, 0, 0])),
+    ("granite", dict()),
+    slow("granite", dict(**BIASES, tie_word_embeddings=True)),
+    ("olmo2", dict()),
+    slow("olmo2", dict(attention_bias=True, num_key_value_heads=4, tie_word_embeddings=True, head_dim=24)),
+    ("olmo3", dict(rope_scaling=YARN)),
+    ("olmo3", dict(attention_bias=True, rope_parameters={FULL: YARN, SLIDING: ROPE | {"rope_theta": 500.0}})),
+    slow("olmo3", dict(layer_types=[FULL] * 4, tie_word_embeddings=True)),
+    slow("olmo3", dict(layer_types=[FULL, SLIDING, SLIDING, SLIDING], rope_theta=777.0)),
+    ("olmoe", dict()),
+    slow("olmoe", dict(norm_topk_prob=False, attention_bias=True, tie_word_embeddings=True)),
+    ("phi3", dict()),
+    ("phi3", dict(sliding_window=20, rope_parameters=ROPE | {"partial_rotary_factor": 0.75})),
+    ("phi3", dict(rope_parameters=LONGROPE, **LONG)),
+    ("phi3", dict(rope_parameters=LONGROPE, max_position_embeddings=256, original_max_position_embeddings=256)),
+    slow("phi3", dict(rope_parameters=HALF_LONGROPE, **LONG, tie_word_embeddings=True)),
+    ("glm", dict()),
+    slow("glm", dict(attention_bias=False, rope_parameters=ROPE | {"partial_rotary_factor": 0.25})),
+    ("glm4", dict(attention_bias=False)),
+    slow("glm4", dict(rope_parameters=ROPE | {"partial_rotary_factor": 1.0}, tie_word_embeddings=True)),
+    ("glm4_moe", dict(use_qk_norm=True, attention_bias=True, routed_scaling_factor=1.5)),
+    slow("glm4_moe", dict(n_group=2, topk_group=1, n_shared_experts=2, first_k_dense_replace=0)),
+    slow("glm4_moe", dict(norm_topk_prob=False, rope_parameters=ROPE | {"partial_rotary_factor": 1.0})),
+    ("gemma3_text", dict(tie_word_embeddings=True, rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    ("gemma3_text", dict(final_logit_softcapping=2.0, attention_bias=True, rope_parameters=TWO_TABLES)),
+    slow("gemma3_text", dict(num_hidden_layers=7, layer_types=None, rope_theta=5e5, rope_local_base_freq=300.0)),
+    slow("gemma3_text", dict(layer_types=None, sliding_window_pattern=2, tie_word_embeddings=True)),
+    slow("gemma3_text", dict(layer_types=[FULL] * 4, final_logit_softcapping=30.0)),
+    ("nanochat", dict()),
+    slow("nanochat", dict(attention_bias=True, num_key_value_heads=4, final_logit_softcapping=None)),
+    slow("nanochat", dict(final_logit_softcapping=2.0, tie_word_embeddings=True, rope_parameters={"rope_theta": 99.0})),
 ]
 
 
@@ -111,16 +212,21 @@ def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tens
     assert torch.equal(again(tokens[None]).logits[0], expected), "with the same settings"
 
 
+NEW_ARITHMETIC = ("gemma3_text", "olmo2", "phi3", "glm4", "ministral3", "granite", "smollm3", "nanochat")
+"""Families each of which computes something that Llama and Qwen3 do not."""
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         ("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), ("deepseek_v3", "float32"),
-        *(pytest.param(family, "bfloat16", marks=pytest.mark.slow) for family in ("gpt_oss", "deepseek_v3")),
+        *((family, "float32") for family in NEW_ARITHMETIC),
+        *(slow(family, "bfloat16") for family in ("gpt_oss", "deepseek_v3", *NEW_ARITHMETIC)),
     ],
 )  # fmt: skip
 def test_the_engine_gives_the_trainers_bits(tmp_path, family, dtype):
     """Prompts that share a start, in chunks and out of the cache."""
-    theirs(family, tmp_path, rope_parameters=ROPE)
+    theirs(family, tmp_path, **({} if family in NEW_ARITHMETIC else {"rope_parameters": ROPE}))
     assert_bits_agree(load_model(tmp_path, dtype=dtype))
 
 
@@ -136,6 +242,15 @@ def assert_bits_agree(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_norms_around_both_halves_and_fused_projections_are_compiled_for_engine_and_trainer(tmp_path, family):
+    theirs(family, tmp_path)
+    model = load_model(tmp_path)
+    apply_compile(model, CompileConfig(backend="inductor"))
+    assert_bits_agree(model)
+
+
+@pytest.mark.slow
 def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
     shape = replace(preset("deepseek_v3:micro"), num_layers=3)
     assert [shape.is_dense(layer) for layer in range(3)] == [True, False, False]
@@ -144,7 +259,6 @@ def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
     assert_bits_agree(model)
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED = [
     ("qwen3_moe", dict(num_experts_per_tok=7), "7 experts per token of 6"),
     ("qwen3_moe", dict(num_experts_per_tok=None), "num_experts_per_tok is missing"),
@@ -165,16 +279,51 @@ REFUSED = [
     ("deepseek_v3", {"v_head_dim": 21}, r"kv_b_proj.weight has shape \[176, 32\], .* requires \[180, 32\]"),
     ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
     ("deepseek_v3", {"q_lora_rank": None}, "tensor .*q_proj.weight is missing"),
+    ("olmoe", dict(clip_qkv=8.0), "clip_qkv is 8.0; only None is supported"),
+    ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0; only None is supported"),
+    ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True; only False"),
+    ("gemma3_text", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'"),
+    ("gemma3_text", dict(rope_parameters=ROPE), "rope_parameters is .* must have a table for full_attention and one"),
+    ("gemma3_text", dict(rope_parameters={FULL: YARN | {"truncate": False}}), "truncate is False, which transformers"),
+    ("gemma3_text", dict(final_logit_softcapping=-1.0), "final_logit_softcapping is -1.0; it must be a number above"),
+    ("gemma3_text", dict(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0; it must be a number above 0"),
+    ("gemma3_text", dict(partial_rotary_factor=0.5), "full_attention: partial_rotary_factor is 0.5; only 1.0 is"),
+    ("ministral3", dict(rope_parameters=YARN), "rope_parameters needs llama_4_scaling_beta and original_max_position"),
+    ("ministral3", dict(layer_types=[FULL, SLIDING, FULL]), "layer_types differ from full_attention in all layers"),
+    ("qwen3_moe", dict(layer_types=[SLIDING] * 3), "layer_types differ from full_attention in all layers"),
+    ("phi3", dict(sliding_window=20, layer_types=[FULL] * 3), "layer_types differ from sliding_attention in all"),
+    ("granite", dict(layer_types=[SLIDING] * 3), "layer_types is .* it must name one of full_attention for each"),
+    ("granite", dict(residual_multiplier=0), "residual_multiplier is 0; it must be a number above 0"),
+    ("smollm3", dict(no_rope_layers=[1, 0]), r"no_rope_layers is \[1, 0\]; it must be a list with 0 or 1 for each"),
+    ("smollm3", dict(no_rope_layers=[1, 0, 2]), r"no_rope_layers is \[1, 0, 2\]; it must be a list with 0 or 1"),
+    ("smollm3", dict(layer_types=[SLIDING] * 3, sliding_window=20), "layer_types has .* needs use_sliding_window and"),
+    ("phi3", dict(rope_parameters=LONGROPE | {"long_factor": [1.0] * 7}), "long_factor has 7 numbers, but 8 pairs"),
+    ("phi3", dict(rope_parameters=LONGROPE | {"short_factor": 2.0}), "short_factor is 2.0; .* needs a list of numbers"),
+    (
+        "phi3",
+        dict(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}),
+        "partial_rotary_factor is 0.2; .* rotate an even number of the 16",
+    ),
+    ("phi3", dict(lm_head_bias=True), "lm_head_bias is True; only False is supported"),
+    ("nanochat", dict(rope_scaling=YARN), "rope_scaling and rope_parameters: only rope_type default is supported"),
+    ("nanochat", dict(hidden_act="silu"), "hidden_act is 'silu'; only 'relu2' is supported"),
+    ("olmo3", dict(sliding_window=None), "sliding_window is missing"),
+    ("glm4_moe", dict(use_qk_norm="yes"), "use_qk_norm is 'yes'; it must be true or false"),
+    ("qwen2", dict(use_mrope=True), "use_mrope is True; only False is supported"),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of each family with experts a folder that nobody changes."""
-    folders = {family: tmp_path_factory.mktemp(family) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
-    for family, folder in folders.items():
-        theirs(family, folder)
-    return folders
+    """Of each family, by name, a folder that nobody changes."""
+
+    class Folders(dict):
+        def __missing__(self, family):
+            self[family] = tmp_path_factory.mktemp(family)
+            theirs(family, self[family])
+            return self[family]
+
+    return Folders()
 
 
 def linked(folder, target):
@@ -220,20 +369,58 @@ def test_experts_in_one_tensor_are_read(tmp_path, folders, fused):
     assert held.keys() == before.keys() and all(torch.equal(held[name], before[name]) for name in held)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders):
-    tensors = load_file(folders["deepseek_v3"] / "model.safetensors")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, folders, family):
+    tensors = load_file(folders[family] / "model.safetensors")
     for name in ("eh_proj", "enorm", "self_attn.o_proj", "mlp.experts.0.up_proj", "shared_head.head"):
         tensors[f"model.layers.3.{name}.weight"] = torch.zeros(3, 3)
     (tmp_path / "more").mkdir()
     save_file(tensors, tmp_path / "more" / "model.safetensors")
-    values = json.loads((folders["deepseek_v3"] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    values = json.loads((folders[family] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "more" / "config.json").write_text(json.dumps(values))
     convert(tmp_path / "more", tmp_path / "converted")
-    expected = load_model(folders["deepseek_v3"])
+    expected = load_model(folders[family])
     for folder in ("more", "converted"):
         found = dict(load_model(tmp_path / folder).named_parameters())
         assert all(torch.equal(parameter, found[name]) for name, parameter in expected.named_parameters())
     assert json.loads((tmp_path / "converted" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("n_group", [1, 4])
+@torch.no_grad()
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path, n_group):
+    model = theirs("deepseek_v3", tmp_path, n_group=n_group, topk_group=n_group)
+    change(tmp_path, model_type="kimi_k2", aux_loss_alpha=0.001, auto_map={"AutoConfig": "configuration_deepseek.K2"})
+    ours = load_model(tmp_path)
+    tokens = torch.randint(101, (30,), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(score(ours, [tokens.tolist()])[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
+    save_model(ours, tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
+@torch.no_grad()
+def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers(tmp_path):
+    theirs("mistral", tmp_path)
+    change(tmp_path, layer_types=[SLIDING, FULL, SLIDING])
+    ours, model = load_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert ours.config.family == "ministral" and ours.config.windows == (20, 0)
+    tokens = torch.arange(60)
+    logits = ours.logits(ours(tokens, tokens, ops.PackedAttention([60])))
+    torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["phi3", "nanochat", "glm4", "gemma3_text"])
+def test_folders_are_converted_tensor_by_tensor(tmp_path, folders, family):
+    convert(folders[family], tmp_path / "same", dtype="float32", max_file_bytes=100_000)
+    convert(folders[family], tmp_path / "half", dtype="bfloat16")
+    before, half = (load_file(folder / "model.safetensors") for folder in (folders[family], tmp_path / "half"))
+    shards = sorted((tmp_path / "same").glob("*.safetensors"))
+    same = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) > 1 and before.keys() == same.keys() == half.keys()
+    assert all(torch.equal(same[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in before.items())
+    assert load_model(tmp_path / "same").config == load_model(folders[family]).config
 
 
 @pytest.fixture(scope="module")

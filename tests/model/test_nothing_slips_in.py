@@ -33,7 +33,9 @@ def unknown_in(family, dtype, **shape):
     ("family", "dtype"),
     [
         ("llama3", "float32"), ("qwen3", "bfloat16"), ("qwen3_moe", "float32"), ("gpt_oss", "bfloat16"),
-        ("deepseek_v3", "float32"),
+        ("deepseek_v3", "float32"), ("gemma3", "float32"), ("olmo2", "bfloat16"), ("phi3", "float32"),
+        ("glm4", "bfloat16"), ("ministral3", "float32"), ("granite", "bfloat16"), ("smollm3", "float32"),
+        ("nanochat", "bfloat16"),
     ],
 )  # fmt: skip
 def test_pytorch_computes_nothing_that_is_not_on_the_list(family, dtype):
@@ -43,7 +45,7 @@ def test_pytorch_computes_nothing_that_is_not_on_the_list(family, dtype):
 
 def test_a_product_and_a_softmax_of_the_library_would_be_named(monkeypatch):
     monkeypatch.setattr(ops, "linear", lambda x, weight, chunks=1: torch.nn.functional.linear(x, weight))
-    monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps: x.softmax(-1) * weight)
+    monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps, offset: x.softmax(-1) * weight)
     assert {"mm", "_softmax"} <= unknown_in("qwen3", "float32", num_layers=1)
 
 

@@ -126,6 +126,29 @@ def made_by_peft(tmp_path_factory):
     return folder, theirs
 
 
+def test_an_adapter_of_fused_projections_travels_to_peft_and_back(tmp_path):
+    shape = replace(preset("phi3:micro", 120), num_layers=2, eos_token_ids=(7,))
+    save_model(build_model(shape, "float32", seed=2), base := tmp_path / "base")
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    settings = PeftConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    _move(theirs)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = load_model(tmp_path / "adapter")
+    assert len(ours.config.lora.modules) == 8
+    # float32 sums in another order.
+    torch.testing.assert_close(score(ours, SEQUENCE)[0], _their_scores(theirs), rtol=0, atol=1e-5)
+    with theirs.disable_adapter():
+        assert (_their_scores(theirs) - score(ours, SEQUENCE)[0]).abs().max() > 1e-3
+    save_adapter(ours, tmp_path / "again", base)
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "again")
+    assert torch.equal(_their_scores(again), _their_scores(theirs))
+    convert(tmp_path / "adapter", tmp_path / "merged", merge=True)
+    # The update is rounded into the weight once; float32 has 24 bits.
+    merged = score(load_model(tmp_path / "merged"), SEQUENCE)[0]
+    torch.testing.assert_close(merged, score(ours, SEQUENCE)[0], rtol=0, atol=1e-5)
+
+
 @pytest.fixture
 def folders(made_by_peft, tmp_path):
     """A copy of base and adapter that a test may change."""

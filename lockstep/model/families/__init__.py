@@ -42,6 +42,7 @@ from lockstep.model.families.reading import layer_kinds, number, truth
 from lockstep.model.families.rope import RopeKeys, read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
 from lockstep.model.stored import HEAD
+from lockstep.model.vision_wrapper import refuse_other_wrapper, text_settings
 from lockstep.precision import MODELS_DTYPE, read_precision
 
 FAMILIES: dict[str, ModuleType] = {
@@ -126,8 +127,9 @@ def family_module(name: str) -> ModuleType:
 def from_hugging_face(
     values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]] = tuple
 ) -> ModelConfig:
-    """The contents of a `config.json` as a ModelConfig, read as transformers reads them. `where` names the file in
-    errors, which are UserErrors; `tensors` gives the names of the folder's, for the one about an unknown family."""
+    """The contents of a `config.json` as a ModelConfig, read as transformers reads them; of a model with a vision
+    tower, its language model. `where` names the file in errors, which are UserErrors; `tensors` gives the names of the
+    folder's, for the one about an unknown family."""
     config = _read(values, where, tensors)
     if config.family not in FAMILIES:
         _refuse_lossy(config)
@@ -136,7 +138,12 @@ def from_hugging_face(
 
 
 def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[str]] = tuple) -> ModelConfig:
-    family, scoring = _family_of(values, where, tensors)
+    text, inside = text_settings(values, where)
+    family, scoring = _family_of(text, inside, tensors)
+    refuse_other_wrapper(values, where)
+    values, where = text, inside
+    if family == "mistral" and values.get("layer_types") is not None:
+        family = "ministral"  # as in transformers' AutoConfig
     module = family_module(family)
     dequantize_of(values, where, quantized_methods(family))
     refuse_unknown(values, module, where)
@@ -169,7 +176,7 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
     fields |= read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
         fields |= module.read_attention(values, where)
-    else:
+    if "sliding_window" not in module.DEFAULTS:
         layer_kinds(values, ("full_attention",), where, fields["num_layers"])
     fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
     try:
@@ -211,11 +218,6 @@ def _family_of(values: dict[str, Any], where: str, tensors: Callable[[], Collect
     architectures = values.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UserError(f"{where}: architectures is {architectures!r:.100}; it must be a list with one name")
-    if values.get("text_config") is not None:
-        raise UserError(
-            f"{where}: text_config describes the language model inside a larger one ({architectures[0] or 'unnamed'}), "
-            "which is not supported; save the language model in a separate folder"
-        )
     families = FAMILIES | OWN
     types = OTHER_MODEL_TYPES | {module.MODEL_TYPE: name for name, module in families.items()}
     kind = values.get("model_type")

@@ -44,7 +44,6 @@ DEFAULTS = {
     "final_logit_softcapping": None,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
-ALIASES = {"_sliding_window_pattern": "sliding_window_pattern"}
 ONLY = {
     "hidden_activation": "gelu_pytorch_tanh",
     "hidden_act": "gelu_pytorch_tanh",
@@ -52,7 +51,8 @@ ONLY = {
     "use_bidirectional_attention": False,
 }
 """Settings that would change the arithmetic, and their only supported value."""
-WITHOUT_EFFECT = {"query_pre_attn_scaler"}
+WITHOUT_EFFECT = {"query_pre_attn_scaler", "_sliding_window_pattern"}
+"""The pattern is without effect beside `layer_types`, and transformers reads it from `sliding_window_pattern` alone."""
 ROPE_KEYS = RopeKeys(by_kind=True)
 
 

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": True,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
+NULL_IS_MISSING = ("eos_token_id",)
 ROPE_KEYS = RopeKeys(partial=True)
 
 

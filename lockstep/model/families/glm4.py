@@ -6,9 +6,9 @@ from typing import Any
 
 from lockstep.model.config import Norms
 from lockstep.model.families import glm
-from lockstep.model.families.glm import DEFAULTS, ROPE_KEYS, read_attention, write_attention
+from lockstep.model.families.glm import DEFAULTS, NULL_IS_MISSING, ROPE_KEYS, read_attention, write_attention
 
-__all__ = ["DEFAULTS", "ROPE_KEYS", "read_attention", "write_attention"]
+__all__ = ["DEFAULTS", "NULL_IS_MISSING", "ROPE_KEYS", "read_attention", "write_attention"]
 
 ARCHITECTURE = "Glm4ForCausalLM"
 MODEL_TYPE = "glm4"
@@ -19,7 +19,7 @@ CONSTANTS = glm.CONSTANTS | dict(
 
 PRESETS: dict[str, dict[str, Any]] = {
     "micro": glm.PRESETS["micro"],
-    "9b": glm.PRESETS["9b"],
+    "9b": glm.PRESETS["9b"] | dict(qkv_bias=True),
     "32b": dict(dim=6144, num_layers=61, num_heads=48, num_kv_heads=2, head_dim=128, intermediate_size=23040),
 }
 """9b has biases on queries, keys and values (`qkv_bias`)."""

@@ -10,7 +10,7 @@ from lockstep.model.families.reading import number
 
 ARCHITECTURE = "GraniteForCausalLM"
 MODEL_TYPE = "granite"
-CONSTANTS = dict(vocab_size=49155, norm_eps=1e-5, rope_theta=10_000_000.0, max_positions=131072)
+CONSTANTS = dict(vocab_size=49159, norm_eps=1e-5, rope_theta=10_000_000.0, max_positions=131072)
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,

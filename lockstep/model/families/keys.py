@@ -68,8 +68,8 @@ family's `WITHOUT_EFFECT` adds to these."""
 NULL_IS_MISSING = (
     "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "layer_types"
 )  # fmt: skip
-"""Keys whose null means missing. Other nulls are values: no end token for `eos_token_id`, as many as heads for
-`num_key_value_heads`."""
+"""Keys whose null means missing; a family's `NULL_IS_MISSING` adds to these. Other nulls are values: no end token for
+`eos_token_id`, as many as heads for `num_key_value_heads`."""
 
 
 def unknown_keys(values: dict[str, Any], family: ModuleType) -> list[str]:
@@ -107,7 +107,8 @@ def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> No
 
 def with_defaults(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:
     """The values, with the family's defaults for missing keys, which are those of its class in transformers."""
-    given = {key: value for key, value in values.items() if value is not None or key not in NULL_IS_MISSING}
+    missing = {*NULL_IS_MISSING, *getattr(family, "NULL_IS_MISSING", ())}
+    given = {key: value for key, value in values.items() if value is not None or key not in missing}
     # As in transformers, an alias takes precedence over the key.
     renamed = {key: given[alias] for alias, key in getattr(family, "ALIASES", {}).items() if alias in given}
     return family.DEFAULTS | given | renamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any
 
+from lockstep.model.config import ModelConfig
 from lockstep.model.families.mistral import CONSTANTS, DEFAULTS
 from lockstep.model.families.reading import whole_number
 from lockstep.model.families.rope import FULL, SLIDING
@@ -14,13 +15,17 @@ __all__ = ["CONSTANTS", "DEFAULTS"]
 
 ARCHITECTURE = "MinistralForCausalLM"
 MODEL_TYPE = "ministral"
-write_attention = write_windows
 
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
     return read_windows(values, where, list(repeat(kind, whole_number(values, "num_hidden_layers", where))))
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`; transformers needs a width even if no layer has a window."""
+    return write_windows(config, otherwise=4096)
 
 
 PRESETS = {

@@ -29,6 +29,7 @@ DEFAULTS = {
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 11,
@@ -53,7 +54,10 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     table = values.get(name)
     if not isinstance(table, dict) or table.get(BETA) is None or table.get(ORIGINAL) is None:
         raise UserError(f"{where}: {name} needs {BETA} and {ORIGINAL}, by which queries grow with their position")
-    beta, original = (number(table[key], f"{where}: {name}: {key}") for key in (BETA, ORIGINAL))
+    # As in transformers, a top-level key takes precedence for the types of rotary embedding that read it.
+    is_read = ORIGINAL in values and table.get("rope_type", table.get("type")) in ("yarn", "llama3", "longrope")
+    beta = number(table[BETA], f"{where}: {name}: {BETA}")
+    original = number((values if is_read else table)[ORIGINAL], f"{where}: {name}: {ORIGINAL}")
     return {"long_queries": LongQueries(beta, original), **same_window(values, where)}
 
 

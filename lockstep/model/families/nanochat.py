@@ -43,8 +43,8 @@ ONLY = {"hidden_act": "relu2"}
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
-    table = values.get("rope_parameters") or {}
-    if values.get("rope_scaling") or not isinstance(table, dict) or table.get("rope_type", "default") != "default":
+    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if isinstance(table, dict) and table.get("rope_type", table.get("type", "default")) != "default":
         raise UserError(f"{where}: rope_scaling and rope_parameters: only rope_type default is supported for nanochat")
     cap = values["final_logit_softcapping"]
     capped = 0.0 if cap is None else float(number(cap, f"{where}: final_logit_softcapping"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.model.config import Rope, Yarn
+from lockstep.model.config import ModelConfig, Rope, Yarn
 from lockstep.model.families import olmo2
 from lockstep.model.families.reading import whole_number
 from lockstep.model.families.rope import FULL, SLIDING, RopeKeys
@@ -19,13 +19,17 @@ CONSTANTS = olmo2.CONSTANTS | dict(
 DEFAULTS = olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096}
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
 ROPE_KEYS = RopeKeys(by_kind=True, window_theta=500_000.0)
-write_attention = write_windows
 
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
     count = whole_number(values, "num_hidden_layers", where)
     return read_windows(values, where, [FULL if layer % 4 == 3 else SLIDING for layer in range(count)])
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`; transformers needs a width even if no layer has a window."""
+    return write_windows(config, otherwise=4096)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -32,6 +32,8 @@ DEFAULTS = {
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. There are as many key-value heads as
 heads, and `head_dim` follows from `hidden_size`."""
+ONLY = {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}
+"""Settings of Phi-4-mini's folder that would change the arithmetic, and their only supported value."""
 ROPE_KEYS = RopeKeys(partial=True, aliases={"su": "longrope", "yarn": "longrope"})
 read_attention, write_attention = same_window, write_same_window
 

@@ -26,7 +26,7 @@ DEFAULTS = {
     "max_window_layers": 28,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. `head_dim` follows from `hidden_size`."""
-ONLY = {"attention_bias": True}  # which other programs write
+ONLY = {"attention_bias": True, "use_mrope": False}  # the first of which other programs write
 read_attention = windows_if_used
 
 
@@ -65,4 +65,4 @@ PRESETS = {
         intermediate_size=29568, tie_embeddings=False,
     ),
 }  # fmt: skip
-"""Those of Qwen2.5, with its base models' 32,768 positions."""
+"""Those of Qwen2.5, with the 32,768 positions of most of its folders."""

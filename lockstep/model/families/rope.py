@@ -91,6 +91,16 @@ def _read_by_kind(values: dict[str, Any], where: str, keys: RopeKeys) -> dict[st
     scaling = _table(values.get("rope_scaling") or {}, f"{where}: rope_scaling", keys)
     full = _table(tables.get(FULL) or {}, f"{where}: rope_parameters: {FULL}", keys) | scaling
     sliding = _table(tables.get(SLIDING) or {}, f"{where}: rope_parameters: {SLIDING}", keys)
+    for kind, table in ((FULL, full), (SLIDING, sliding)):
+        if table.get("truncate") is False:  # which transformers reads beside the tables of both kinds
+            raise UserError(
+                f"{where}: rope_parameters: {kind}: truncate is False, which transformers ignores; remove it"
+            )
+        part = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise UserError(f"{where}: {kind}: partial_rotary_factor is {part!r:.100}; only 1.0 is supported")
+    # With a table for each kind, transformers reads the original positions inside them alone.
+    values = {key: value for key, value in values.items() if key != "original_max_position_embeddings"}
     main = _rope(full, values, values.get("rope_theta"), f"{where}: rope_parameters: {FULL}", keys)
     theta = values.get("rope_local_base_freq", keys.window_theta)
     window = _rope(sliding, values, theta, f"{where}: rope_parameters: {SLIDING}", keys)
@@ -136,8 +146,11 @@ def _rope(table: dict[str, Any], values: dict[str, Any], theta: Any, where: str,
 def _rotated_features(part: Any, head_dim: int, where: str, keys: RopeKeys) -> int:
     if not keys.partial:
         raise UserError(f"{where}: partial_rotary_factor is {part!r:.100}; only 1.0 is supported")
-    if not isinstance(part, (int, float)) or not 0 < part <= 1 or int(head_dim * part) < 1:
-        raise UserError(f"{where}: partial_rotary_factor is {part!r:.100}; it must be above 0, and at most 1")
+    if not isinstance(part, (int, float)) or not 0 < part <= 1 or int(head_dim * part) < 1 or int(head_dim * part) % 2:
+        raise UserError(
+            f"{where}: partial_rotary_factor is {part!r:.100}; it must be above 0 and at most 1, and rotate an even "
+            f"number of the {head_dim} features of a head"
+        )
     return int(head_dim * part)
 
 

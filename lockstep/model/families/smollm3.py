@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
-from lockstep.model.families.reading import whole_number
+from lockstep.model.families.reading import layer_kinds, whole_number
 from lockstep.model.families.rope import FULL, SLIDING
 from lockstep.model.families.windows import read_windows, shortest_pattern, write_windows
 
@@ -35,6 +35,7 @@ DEFAULTS = {
     "no_rope_layer_interval": 4,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. `head_dim` follows from `hidden_size`."""
+WITHOUT_EFFECT = {"max_window_layers"}
 
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -49,8 +50,9 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     rotated = [bool(value) for value in rotated[:count]]
     used = values["use_sliding_window"] and values["sliding_window"] is not None
     kinds = [SLIDING if used and not turns else FULL for turns in rotated]
-    if not used and values.get("layer_types") is not None:
-        values = values | {"layer_types": None}  # transformers' layers have windows only if both are set
+    if not used and SLIDING in (layer_kinds(values, (FULL, SLIDING), where, count) or ()):
+        # transformers would apply the windows with some of its attention implementations, and not with others.
+        raise UserError(f"{where}: layer_types has {SLIDING}, which needs use_sliding_window and sliding_window")
     return {"rotated": () if all(rotated) else shortest_pattern(rotated), **read_windows(values, where, kinds)}
 
 

@@ -54,7 +54,8 @@ BLOCKS = {
     "norms around, two rotations": ModelConfig(
         "gemma3", num_heads=8, num_kv_heads=4, qk_norm="head", norm_offset=True, activation="gelu_tanh",
         norms=Norms("norm_1", "norm_2", "norm_3", "norm_4"), windows=(20, 0), window_rope=Rope(10_000.0),
-        embedding_scale=8.0, residual_scale=0.7, logits_scale=0.5, rotated_features=24, rope_interleaved=True, **_SMALL,
+        embedding_scale=8.0, residual_scale=0.7, logits_scale=0.5, rotated_features=32, rope_interleaved=True,
+        **(_SMALL | {"head_dim": 64}),
     ),
     "norms after, fused, capped": ModelConfig(
         "olmo2", num_heads=8, num_kv_heads=4, qk_norm="all heads", norms=Norms("", "norm_1", "", "norm_2"),
