@@ -12,7 +12,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.model.config import LinearRope, LongQueries, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
+from lockstep.model.config import ModelConfig
+from lockstep.model.ropes import LinearRope, LongQueries, LongRope, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.ops import native
 from lockstep.ops.elementary import cosine_and_sine, logarithm
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.model.config import DynamicRope, LinearRope, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
+from lockstep.model.config import ModelConfig
 from lockstep.model.families.reading import number
+from lockstep.model.ropes import DynamicRope, LinearRope, LongRope, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
 
 WIDEST_HEAD = 2**16

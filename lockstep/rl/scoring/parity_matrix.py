@@ -18,7 +18,8 @@ import numpy as np
 
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
-from lockstep.model.config import ExpertsConfig, LongQueries, Norms, Rope
+from lockstep.model.config import ExpertsConfig, Norms
+from lockstep.model.ropes import LongQueries, Rope
 from lockstep.ops import Routing
 from lockstep.precision import HEAD, Precision
 from lockstep.progress import Progress
