@@ -25,7 +25,7 @@ from lockstep.model.config_json import config_values, holds_model
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
-from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, names_in_language_model
+from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, layer_in_file, layer_of_file, names_in_language_model
 from lockstep.model.vision_wrapper import is_wrapper
 from lockstep.precision import read_precision
 
@@ -156,7 +156,7 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
                 f"{folder / TENSORS}: tensor {name} is not the LoRA matrix of a layer that can have an adapter here "
                 f"({PEFT_PREFIX}….lora_A.weight or B); {MERGE}"
             )
-        modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
+        modules[layer_of_file(stem.removeprefix(PEFT_PREFIX))] = None
     if not modules:
         raise UserError(f"{folder / TENSORS}: contains no tensors; the adapter is empty")
     return tuple(modules)
@@ -184,7 +184,7 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             )
         outputs, inputs = layers[module].weight.shape
         for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
-            shape = shapes.get(f"{PEFT_PREFIX}{module}{ending}", [])
+            shape = shapes.get(f"{PEFT_PREFIX}{layer_in_file(module, config)}{ending}", [])
             if shape != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {shape}, but rank {rank} "

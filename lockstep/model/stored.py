@@ -105,6 +105,18 @@ def hugging_face_name(name: str, config: ModelConfig) -> str:
     return name if name.startswith(HEADS) else f"model.{name}"
 
 
+def layer_in_file(layer: str, config: ModelConfig) -> str:
+    """The name in an adapter's files of a layer such as `layers.0.mlp.up_proj`."""
+    return hugging_face_name(f"{layer}.weight", config).removeprefix("model.").removesuffix(".weight")
+
+
+def layer_of_file(layer: str) -> str:
+    """The inverse of `layer_in_file`."""
+    for ours, theirs in UNGATED.items():
+        layer = f"{layer}.".replace(theirs, ours).removesuffix(".")
+    return layer
+
+
 def in_language_model(name: str) -> str:
     """The name of a file's tensor in the model with a head: transformers' classes without a head save their tensors
     without `model.`, and both load such files; those with a vision tower have the language model's under
