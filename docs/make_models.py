@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md: what each family does, tried on its smallest model.
+"""Writes the tables of docs/models.md: the families, and what each does, tried on its smallest model.
 
 Run: python docs/make_models.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,13 @@ from lockstep.train.objective import NextTokenLoss
 from lockstep.train.pretrain import pretrain
 
 PAGE = Path(__file__).with_name("models.md")
+FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->\n", "<!-- end of families -->\n"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 TITLES = {
     "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
+    "qwen2": "Qwen2", "gemma3": "Gemma 3", "mistral": "Mistral", "ministral": "Ministral", "ministral3": "Ministral 3",
+    "smollm3": "SmolLM3", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "phi3": "Phi-3", "granite": "Granite",
+    "glm": "GLM-4", "glm4": "GLM-4-0414", "glm4_moe": "GLM-4.5", "nanochat": "nanochat",
 }  # fmt: skip
 PROMPTS = [[5, 9, 2], list(range(40, 75))]
 FP8 = {"quant_method": "fp8", "weight_block_size": [1, 2**20]}
@@ -154,10 +159,6 @@ def reads_quantized(settings: dict[str, Any], codes: torch.dtype, scale: str) ->
     return check
 
 
-def sizes(family: str) -> str:
-    return ", ".join(f"`{family}:{size}`" for size in FAMILIES[family].PRESETS)
-
-
 def fits(**degrees: int) -> Callable[[str], bool | str]:
     def check(family: str) -> bool | str:
         shape = replace(shape_of(family), reduction_chunks=degrees.get("tensor", 1))
@@ -171,7 +172,6 @@ def fits(**degrees: int) -> Callable[[str], bool | str]:
 
 
 CHECKS: dict[str, Callable[[str], bool | str]] = {
-    "sizes by name": sizes,
     "sampling has the trainer's bits, float32": samples_as_it_trains("float32"),
     "sampling has the trainer's bits, bfloat16": samples_as_it_trains("bfloat16"),
     "trains": learns,
@@ -193,19 +193,35 @@ CHECKS: dict[str, Callable[[str], bool | str]] = {
 }
 
 
+def families() -> str:
+    """A row for each family."""
+    lines = ["| family | class | sizes by name |", "| --- | --- | --- |"]
+    for name, module in FAMILIES.items():
+        sizes = ", ".join(f"`{name}:{size}`" for size in module.PRESETS)
+        lines.append(f"| {TITLES[name]} | `{module.ARCHITECTURE}` | {sizes} |")
+    return "\n".join(lines) + "\n"
+
+
 def table() -> str:
-    """A row for each feature, a column for each family."""
-    lines = [f"| | {' | '.join(TITLES[family] for family in FAMILIES)} |", "| --- " * (len(FAMILIES) + 1) + "|"]
+    """A row for each feature: the answer of most families, and those with another one."""
+    lines = ["| | |", "| --- | --- |"]
     for feature, check in CHECKS.items():
-        found = [check(family) for family in FAMILIES]
-        cells = [each if isinstance(each, str) else "yes" if each else "NO" for each in found]
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
+        answers: dict[str, list[str]] = defaultdict(list)
+        for family in FAMILIES:
+            found = check(family)
+            answers[found if isinstance(found, str) else "yes" if found else "NO"].append(TITLES[family])
+        most, *others = sorted(answers, key=lambda answer: -len(answers[answer]))
+        cells = [most, *(f"{', '.join(answers[answer])}: {answer}" for answer in others)]
+        lines.append(f"| {feature} | {'; '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    text = PAGE.read_text()
+    for begin, end, made in ((FAMILIES_BEGIN, FAMILIES_END, families()), (BEGIN, END, table())):
+        before, _, rest = text.partition(begin)
+        text = before + begin + made + end + rest.partition(end)[2]
+    return text
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from lockstep.commands.options import parse_options, run_config
 from lockstep.commands.print_once import PrintOnce, print_once, ranks_folder
 from lockstep.commands.terminal import in_encoding, printable
 from lockstep.errors import ReportedByRank0, RunStopped, UserError, closest
+from lockstep.hub import with_family_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,7 +132,7 @@ def pretrain(arguments: list[str]) -> int:
         return 0
     from lockstep.train.pretrain import pretrain as run
 
-    _print_next(run(config), "generate --model {folder} --prompt TEXT")
+    _print_next(run(config), "generate --model {model} --prompt TEXT", config.model)
     return 0
 
 
@@ -142,7 +143,7 @@ def sft(arguments: list[str]) -> int:
     config = run_config("sft", SFTConfig, arguments)
     from lockstep.train.sft import finetune
 
-    _print_next(finetune(config), "serve --model {folder}")
+    _print_next(finetune(config), "serve --model {model}", config.model)
     return 0
 
 
@@ -153,7 +154,7 @@ def dpo(arguments: list[str]) -> int:
     config = run_config("dpo", DPOConfig, arguments)
     from lockstep.train.dpo import prefer
 
-    _print_next(prefer(config), "serve --model {folder}")
+    _print_next(prefer(config), "serve --model {model}", config.model)
     return 0
 
 
@@ -164,9 +165,8 @@ def reward_model(arguments: list[str]) -> int:
     config = run_config("reward-model", RewardModelConfig, arguments)
     from lockstep.train.reward_model import train_reward_model
 
-    _print_next(
-        train_reward_model(config), "rl --reward-model {folder} --environment prompts --model MODEL --data DATA"
-    )
+    command = "rl --reward-model {model} --environment prompts --model MODEL --data DATA"
+    _print_next(train_reward_model(config), command, config.model)
     return 0
 
 
@@ -174,9 +174,10 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _print_next(folder: Path, command: str) -> None:
+def _print_next(folder: Path, command: str, began_from: str) -> None:
+    model = with_family_of(began_from, folder)
     if _is_first_rank():
-        print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep {command.format(folder=folder)}")
+        print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep {command.format(model=model)}")
 
 
 @dataclass
@@ -241,7 +242,7 @@ def rl(arguments: list[str]) -> int:
         return 1
     if _is_first_rank():
         print_summary(folder)
-        print(f"next:   lockstep generate --model {folder} --prompt TEXT")
+        print(f"next:   lockstep generate --model {with_family_of(config.model, folder)} --prompt TEXT")
     return 0
 
 
@@ -303,11 +304,12 @@ def serve(arguments: list[str]) -> int:
     config.api_key = config.api_key or os.environ.get("LOCKSTEP_API_KEY", "")
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
+    from lockstep.checkpoint import folder_of_ranks
     from lockstep.generate.server import serve as run
     from lockstep.parallel import generating_world
 
     with generating_world(config.parallel, config.device) as world:
-        return run(config, Path(world.from_main(lambda: str(_model_folder(config.model)))), world)
+        return run(config, folder_of_ranks(config.model, world), world)
 
 
 def parity(arguments: list[str]) -> int:
@@ -344,18 +346,13 @@ def convert(arguments: list[str]) -> int:
     from lockstep.commands.convert import ConvertOptions
 
     options = parse_options(ConvertOptions, arguments, "convert", positional=True)
+    from lockstep.checkpoint import model_folder
     from lockstep.checkpoint.convert import convert as run
 
-    source = _model_folder(options.source)
+    source = model_folder(options.source)
     run(source, options.target, options.dtype, merge=options.merge, precision=options.precision)
     print(f"model: {options.target}")
     return 0
-
-
-def _model_folder(name: str) -> Path:
-    from lockstep.checkpoint import model_folder
-
-    return model_folder(name)
 
 
 @dataclass

@@ -9,27 +9,48 @@ from lockstep.errors import UserError
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 """ORGANISATION/MODEL, optionally followed by @ and a branch, tag or commit."""
+FAMILY_FILE = re.compile(r"(?P<file>.+?\.py):(?P<name>.+)", re.DOTALL)
+"""The file of a family of the user's own, before the name of a model that is read with it."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja")
 EXCLUDED = ("original/*", "consolidated*", "*/*")
 """Weights in other layouts, and files in subfolders."""
 
 
+def split_family(name: str | Path) -> tuple[str, str]:
+    """The family's file in `FILE.py:NAME`, and the name after it; for any other name an empty one, and the name."""
+    match = FAMILY_FILE.fullmatch(str(name))
+    return (match["file"], match["name"]) if match else ("", str(name))
+
+
+def named_path(name: str | Path) -> Path:
+    """The path in a model's name, without a family's file before it."""
+    return Path(split_family(name)[1])
+
+
+def with_family_of(name: str, folder: str | Path) -> str:
+    """The name of `folder`, with the family's file that `name` begins with, if any."""
+    file, _ = split_family(name)
+    return f"{file}:{folder}" if file else str(folder)
+
+
 def is_local(name: str | Path) -> bool:
     """Whether `name` is a folder, or a model that is one file (GGUF)."""
-    return Path(name).is_dir() or (Path(name).suffix == ".gguf" and Path(name).is_file())
+    path = named_path(name)
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
 def local_folder(name: str | Path) -> Path:
-    """`name` itself if it `is_local`; else the folder to which the hub's model of this name was downloaded.
+    """`named_path` if it `is_local`; else the folder to which the hub's model of this name was downloaded.
 
     Environment variables set the hub, its cache and token, and whether it is accessed at all: HF_ENDPOINT, HF_HOME,
     HF_TOKEN, HF_HUB_OFFLINE. Raises UserError if there is neither folder nor model.
     """
-    if is_local(name):
-        return Path(name)
-    match = NAME.fullmatch(str(name))
-    if not match or Path(name).is_file():
-        why = "is a file" if Path(name).is_file() else "no such folder"
+    path = named_path(name)
+    if is_local(path):
+        return path
+    match = NAME.fullmatch(str(path))
+    if not match or path.is_file():
+        why = "is a file" if path.is_file() else "no such folder"
         raise UserError(
             f"{name}: {why}; give a folder in Hugging Face layout, a GGUF file, a run's folder, or a model on the hub "
             "as ORGANISATION/MODEL"
@@ -47,7 +68,7 @@ def hub_name(folder: Path) -> tuple[str, str] | None:
 
 def is_model(name: str) -> bool:
     """Whether `name` is a folder or a GGUF file, or may be a model on the hub."""
-    return bool(name) and (is_local(name) or NAME.fullmatch(name) is not None)
+    return bool(name) and (is_local(name) or NAME.fullmatch(split_family(name)[1]) is not None)
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -35,6 +35,11 @@ def test_the_api_reference_describes_every_public_name():
     assert "- `samples_per_prompt: Annotated[int, AtLeast(2)] = 8`: Completions per prompt" in page
 
 
+def test_the_table_of_families_has_all_of_them():
+    making = runpy.run_path(str(ROOT / "docs" / "make_models.py"))
+    assert making["families"]() in (ROOT / "docs" / "models.md").read_text(), "run python docs/make_models.py"
+
+
 @pytest.mark.slow
 def test_the_table_of_models_is_what_trying_it_gives():
     making = runpy.run_path(str(ROOT / "docs" / "make_models.py"))

@@ -6,6 +6,7 @@
 from lockstep.checkpoint.folders import checkpoints_in, newest_checkpoint, step_name, weights_folder
 from lockstep.checkpoint.open_model import (
     folder_if_model,
+    folder_of_ranks,
     load_model,
     model_folder,
     open_model,
@@ -16,6 +17,7 @@ from lockstep.checkpoint.open_model import (
 __all__ = [
     "checkpoints_in",
     "folder_if_model",
+    "folder_of_ranks",
     "load_model",
     "model_folder",
     "newest_checkpoint",

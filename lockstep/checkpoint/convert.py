@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
-from lockstep.checkpoint.safetensors_file import MAX_FILE_BYTES, bytes_of, file_name, header, split_files
+from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, bytes_of, file_name, header, split_files
 from lockstep.config import PrecisionConfig
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
@@ -39,12 +39,14 @@ from lockstep.model import (
     stored_tensors,
     write_description,
 )
-from lockstep.model.config_json import holds_model
+from lockstep.model.config_json import config_values, holds_model
 from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
 from lockstep.model.stored import HEAD, hugging_face_name, is_adapter, is_float32
 from lockstep.model.stored_tensor import StoredTensor
+from lockstep.model.tensors import dequantized, names_in_wrapper, tensors_around
+from lockstep.model.vision_wrapper import is_wrapper
 from lockstep.model.write_compressed_tensors import Form, form_of, quantization_config, quantized_parts
 from lockstep.precision import NONE
 
@@ -52,6 +54,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "byte_tokenizer.json",
 )  # fmt: skip
+PROCESSOR_FILES = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json"
+)  # fmt: skip
+"""Of models with a vision tower."""
 
 
 @dataclass
@@ -63,6 +69,10 @@ class Weights:
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]]
     forms: dict[str, Form] = field(default_factory=dict)
     """How those weights are stored that will be quantized."""
+    wrapper: dict[str, Any] | None = None
+    """`config.json` of the model around the language model."""
+    around: dict[str, torch.dtype] = field(default_factory=dict)
+    """The tensors of that model that are not the language model's, which keep their dtypes."""
 
 
 def convert(
@@ -76,12 +86,14 @@ def convert(
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: unchanged), in files of limited size.
 
     `source` is a Hugging Face folder, which includes a run's checkpoint, a GGUF file, or one of Meta's folders with
-    `params.json` and `consolidated.*.pth`. `merge`: it is an adapter, and the target gets the base's weights plus the
-    adapter's updates, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's
-    log-probabilities equal those of base and adapter up to rounding, not bit for bit. `precision`: what the target
-    computes in when it is opened; its `linear`, unless auto, is also what the linear layers are stored in, quantized
-    from bfloat16. Only one tensor is in memory at a time. Raises UserError, naming file and tensor, for an incomplete
-    source or a target that is not empty; the target is renamed to its final name when it is complete.
+    `params.json` and `consolidated.*.pth`. Of a model with a vision tower the target is one too: `dtype` is that of its
+    language model, and the other tensors are unchanged, unless they are quantized. `merge`: it is an adapter, and the
+    target gets the base's weights plus the adapter's updates, W + scaling · B A, computed in float32 and rounded once
+    to `dtype`; so the merged model's log-probabilities equal those of base and adapter up to rounding, not bit for bit.
+    `precision`: what the target computes in when it is opened; its `linear`, unless auto, is also what the linear
+    layers are stored in, quantized from bfloat16. Only one tensor is in memory at a time. Raises UserError, naming file
+    and tensor, for an incomplete source or a target that is not empty; the target is renamed to its final name when it
+    is complete.
     """
     source, target = Path(source), Path(target)
     if not is_local(source):
@@ -102,7 +114,15 @@ def convert(
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: its dtype is {name_of(kind)}; give --dtype bfloat16 or float32")
+    home = base_folder(source)
+    if not weights.config.score_head and holds_model(home) and is_wrapper(config_values(home)[0]):
+        weights = _with_tower(home, weights)
     if precision is not None:
+        if weights.wrapper is not None and precision.linear != "auto":
+            raise UserError(
+                f"{source}: has a vision tower, with which no quantized folder is written (--precision.linear); write "
+                "the language model alone, with lockstep.save_model(lockstep.load_model(FOLDER), NEW), and convert that"
+            )
         weights = _in_precision(weights, precision)
         if weights.forms and kind != torch.bfloat16:
             raise UserError(
@@ -128,12 +148,16 @@ def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtyp
             copy = unfinished / path.relative_to(home)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
+        if weights.wrapper is not None:
+            for path in (base_folder(source) / name for name in PROCESSOR_FILES):
+                if path.is_file():
+                    shutil.copyfile(path, unfinished / path.name)
         settings = (files_folder(folder) / GENERATION for folder in (source, base_folder(source)))
         if generation := next(filter(Path.is_file, settings), None):
             shutil.copyfile(generation, unfinished / GENERATION)
         config = _with_ends(unfinished, weights.config)
         files, total = _write(unfinished, weights, kind, max_file_bytes)
-        write_description(unfinished, config, kind, files, total, _settings(weights))
+        write_description(unfinished, config, kind, files, total, _settings(weights), weights.wrapper)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -207,6 +231,20 @@ def _updated(base: Callable[[], Tensor], a: Callable[[], Tensor], b: Callable[[]
     return base().float() + scaling * (b().float() @ a().float())
 
 
+def _with_tower(folder: Path, weights: Weights) -> Weights:
+    """The language model's weights under their names in the folder with a vision tower, and all other tensors there."""
+    name_in = names_in_wrapper(folder)
+    tensors = {name_in(name): entry for name, entry in weights.tensors.items()}
+    dtypes, around = {name: kind for kind, name in DTYPES.items()}, {}
+    for name, tensor in dequantized(folder, tensors_around(folder)).items():
+        if tensor.get_dtype() not in dtypes:
+            raise UserError(f"{tensor.file}: tensor {name} is {tensor.get_dtype()}, which is not written")
+        around[name] = dtypes[tensor.get_dtype()]
+        shape = torch.Size(tensor.get_shape())
+        tensors[name] = shape, partial(_read, tensor, tuple(slice(0, size) for size in shape), shape)
+    return replace(weights, tensors=tensors, wrapper=config_values(folder)[0], around=around)
+
+
 def _check(source: Path, weights: Weights) -> None:
     """Raises UserError for a model whose tensors do not fit its shape."""
     model = Decoder(weights.config, torch.float32, "meta")
@@ -252,7 +290,7 @@ def _parts(weights: Weights, name: str, values: Tensor) -> dict[str, Tensor]:
 
 def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> tuple[dict[str, str], int]:
     """Each tensor's file, and the size of all tensors in bytes."""
-    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in weights.tensors}
+    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in weights.tensors} | weights.around
     parts = {
         name: _parts(weights, name, torch.empty(shape, dtype=dtypes[name], device="meta"))
         for name, (shape, _) in weights.tensors.items()

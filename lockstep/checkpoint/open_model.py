@@ -13,8 +13,9 @@ from lockstep.checkpoint.folders import STATE, weights_folder
 from lockstep.config import ParallelConfig, PrecisionConfig
 from lockstep.errors import UserError
 from lockstep.host_memory import keep_freed_memory
-from lockstep.hub import is_model, local_folder
+from lockstep.hub import is_model, local_folder, with_family_of
 from lockstep.model import Decoder, arithmetic_of, is_auto, open_device, set_arithmetic
+from lockstep.model.families.own import know_family
 from lockstep.observe.logs import log
 from lockstep.parallel import World, generator_model
 
@@ -105,15 +106,25 @@ def _local_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
 
 def model_folder(name: str | Path) -> Path:
     """The folder that `name` refers to: a run's newest checkpoint, a model's folder, or a download of the hub's model.
+    This process then knows the user's family that it may begin with.
 
     Raises UserError if there is none.
     """
+    know_family(name)
     return weights_folder(local_folder(name))
 
 
+def folder_of_ranks(name: str, world: World) -> Path:
+    """`model_folder` on all ranks; rank 0 downloads what is missing."""
+    know_family(name)
+    return Path(world.from_main(lambda: str(model_folder(name))))
+
+
 def folder_if_model(name: str) -> str:
-    """`model_folder` of a name that may be a model; any other name, such as a preset or an empty one, unchanged."""
-    return str(model_folder(name)) if is_model(name) else name
+    """`model_folder` of a name that may be a model, after its family's file, if any; any other name, such as a preset
+    or an empty one, unchanged."""
+    know_family(name)
+    return with_family_of(name, model_folder(name)) if is_model(name) else name
 
 
 def trained_arithmetic(folder: Path) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from lockstep.config import CompileConfig, DPOConfig, PretrainConfig, RLConfig, validate
-from lockstep.hub import is_local, local_folder
+from lockstep.hub import is_local, local_folder, named_path
 from lockstep.model import ModelConfig, initialize, preset, read_config, resolve_dtype
 from lockstep.observe import announce
 from lockstep.observe.machine import usable_cpus
@@ -54,7 +53,7 @@ def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
     fill = partial(initialize, seed=config.seed)
     model = trained_model(config, _shape(config), world, fill)
     if isinstance(config, DPOConfig) and config.reference:
-        shape, kind = with_precision(read_config(Path(config.reference)), config), resolve_dtype(config.dtype)
+        shape, kind = with_precision(read_config(named_path(config.reference)), config), resolve_dtype(config.dtype)
         parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
     if not isinstance(config, RLConfig):
         return
@@ -68,7 +67,7 @@ def _compile(config: PretrainConfig | RLConfig, world: World) -> None:
 
 
 def _shape(config: PretrainConfig | RLConfig) -> ModelConfig:
-    folder = Path(config.model)
+    folder = named_path(config.model)
     if isinstance(config, RLConfig):
         shape = folder_shape(local_folder(config.model), config.model)
     else:

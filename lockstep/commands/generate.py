@@ -77,7 +77,7 @@ class Prompt:
 
 def generate(options: GenerateOptions, world: World) -> None:
     """Runs the command. Raises UserError for unusable prompts or models."""
-    from lockstep.checkpoint import model_folder, open_model
+    from lockstep.checkpoint import folder_of_ranks, open_model
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer, name_ends, with_ends
     from lockstep.data.chat import load_chat_template
@@ -97,7 +97,7 @@ def generate(options: GenerateOptions, world: World) -> None:
         seed=options.seed,
         stop=options.stop,
     )
-    folder = Path(world.from_main(lambda: str(model_folder(options.model))))
+    folder = folder_of_ranks(options.model, world)
     prompts = list(_prompts(options, folder))
     chunks = options.parallel.reduction_chunks
     model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks, options.precision)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.commands.print_once import print_once, ranks_folder
 from lockstep.errors import UserError
+from lockstep.hub import with_family_of
 
 RESUMES = ("--resume", "--output")
 """The options that suffice to resume a run."""
@@ -128,7 +129,8 @@ def run_config(command: str, kind: type, arguments: list[str]) -> Any:
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
         config = with_algorithm(config, default, option_names)
     if "base" in option_names and config.lora.rank:
-        config.model = os.environ["LOCKSTEP_BASE"]  # a run that trains an adapter starts from its base
+        # A run that trains an adapter starts from its base.
+        config.model = with_family_of(config.model, os.environ["LOCKSTEP_BASE"])
     if isinstance(config, SFTConfig) and "epochs" in option_names and "steps" not in option_names:
         config.steps = 0  # not those of a recipe, or of the resumed run's epochs
     return config

@@ -77,14 +77,14 @@ def _matrix(options: ParityOptions) -> int:
 
 
 def _one_model(options: ParityOptions, world: World) -> int:
-    from lockstep.checkpoint import model_folder, open_model
+    from lockstep.checkpoint import folder_of_ranks, open_model
     from lockstep.model import arithmetic_of
     from lockstep.model.known_operators import refuse_unknown_operators
     from lockstep.observe import announce, start_line
     from lockstep.parallel import apply_compile
     from lockstep.rl.scoring.parity_check import check_parity
 
-    folder = Path(world.from_main(lambda: str(model_folder(options.model))))
+    folder = folder_of_ranks(options.model, world)
     chunks = options.parallel.reduction_chunks
     model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks, options.precision)
     work = f"at least {options.tokens} tokens to go"

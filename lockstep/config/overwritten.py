@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.errors import UserError
+from lockstep.hub import split_family
 
 READ = (
     "model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model", "engine.draft_model", "data",
@@ -43,10 +44,10 @@ def _setting(config: Any, name: str) -> Any:
 
 
 def _paths(text: str) -> list[Path]:
-    """The existing files that a setting names: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
-    file, _, _ = text.partition(":")
+    """The existing files that a setting names: PATH, PATH=WEIGHT, FILE.py:NAME, FILE.py:PATH or a glob."""
+    file, named = split_family(text)
     # Not `Path.exists`, which raises for values that cannot be file names, such as a long template.
-    names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
+    names = [name for name in (text, text.rpartition("=")[0], file, named) if name]
     existing = [name for name in names if os.path.exists(name)]
     return [Path(name) for name in existing or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
 

@@ -30,7 +30,8 @@ class PretrainConfig:
     """Output folder of the run."""
     model: str = "qwen3:tiny"
     """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to start from existing weights, a Hugging Face
-    folder, a run's folder, or a model on the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
+    folder, a run's folder, or a model on the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION.
+    FILE.py:NAME: a size or a folder of a family of your own."""
     data: str = ""
     """Text, JSONL, a JSON array or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens;
     several as a.jsonl=0.7,b.parquet=0.3. Empty: the source of the Python standard library."""

@@ -30,6 +30,7 @@ from lockstep.data.text import TextSource
 from lockstep.data.tokenizer import BYTE_FILE, Tokenizer, named_tokenizer, read_text
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
+from lockstep.hub import named_path
 from lockstep.progress import Progress
 
 DESCRIPTION = "tokens.json"
@@ -265,7 +266,7 @@ def tokenize_to_folder(
     encoder: Encoder
     if chat:
         source = ConversationSource(data, skip_bad_lines)
-        chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
+        chat_template = load_chat_template(named_path(tokenizer), "" if template == "{text}" else template)
         chat_tokenizer = named_tokenizer(tokenizer, [])
         if template == CHATML:
             chat_tokenizer = with_chatml(chat_tokenizer)

@@ -159,7 +159,7 @@ class _Step:
             return (logits, *ops.draw_scaled(logits, *drawing), *routes)
 
         # Before recording: another engine's thread may replace the tables by larger ones at any time.
-        self._positions = model.rotary.reserve(int(positions.max()) + 1, model.device)[0][0].shape[-2]
+        self._positions = len(model.rotary.reserve(int(positions.max()) + 1, model.device)[0][0])
         self._graph = ops.StepGraph(step, arena)
         self._kernels = native.library()
         self._generation, self._weights = packed.generation, weights

@@ -16,7 +16,7 @@ from lockstep.model.checkpoint import (
     save_model,
     write_description,
 )
-from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig, RopeScaling, Yarn
+from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
@@ -25,6 +25,7 @@ from lockstep.model.folder_dtype import choose_dtype, folder_dtype, stored_dtype
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
+from lockstep.model.ropes import RopeScaling, Yarn
 from lockstep.model.stored import Stored, hugging_face_name, read_as, stored_as
 from lockstep.model.tensors import stored_tensors
 from lockstep.model.token_ids import check_token_ids

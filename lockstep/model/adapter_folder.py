@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import UserError, closest
 from lockstep.hub import is_local, local_folder
 from lockstep.model.config import Lora, ModelConfig
-from lockstep.model.config_json import holds_model
+from lockstep.model.config_json import config_values, holds_model
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
-from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE
+from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, layer_in_file, layer_of_file, names_in_language_model
+from lockstep.model.vision_wrapper import is_wrapper
 from lockstep.precision import read_precision
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
@@ -120,7 +121,9 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     head: dict[str, Any] = {"score_head": True, "tie_embeddings": False} if scores else {}
     config = _with_lockstep_settings(folder, dataclasses.replace(base, lora=lora, **head))
     _refuse_other_shapes(folder, config, shapes)
-    layers = [f"{PEFT_PREFIX}{module}".removeprefix(PEFT_ROOT) for module in modules]
+    # peft's own names, which may be those in a model with a vision tower.
+    stored = (name.removeprefix(PEFT_ROOT) for name in _stored_shapes(folder) if name != SCORE_TENSOR)
+    layers = dict.fromkeys(name.partition(".lora_")[0] for name in stored)
     _refuse_unselected_layers(settings, layers, folder / SETTINGS)
     return config
 
@@ -153,7 +156,7 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
                 f"{folder / TENSORS}: tensor {name} is not the LoRA matrix of a layer that can have an adapter here "
                 f"({PEFT_PREFIX}….lora_A.weight or B); {MERGE}"
             )
-        modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
+        modules[layer_of_file(stem.removeprefix(PEFT_PREFIX))] = None
     if not modules:
         raise UserError(f"{folder / TENSORS}: contains no tensors; the adapter is empty")
     return tuple(modules)
@@ -172,6 +175,8 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
         if module not in layers and re.sub(r"(?<=\.experts)\.[0-9]+", "", module) in others:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise UserError(f"{folder}: adapts {module}, but only {kinds} can have an adapter here; {MERGE}")
+        if module not in layers and is_wrapper(config_values(base_folder(folder))[0]):
+            raise UserError(f"{folder}: adapts {module}, but only the language model can have an adapter here; {MERGE}")
         if module not in layers:
             raise UserError(
                 f"{folder}: is an adapter for another base: it adapts {module}, which {base_folder(folder)} does not "
@@ -179,7 +184,7 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             )
         outputs, inputs = layers[module].weight.shape
         for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
-            shape = shapes.get(f"{PEFT_PREFIX}{module}{ending}", [])
+            shape = shapes.get(f"{PEFT_PREFIX}{layer_in_file(module, config)}{ending}", [])
             if shape != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {shape}, but rank {rank} "
@@ -233,7 +238,13 @@ def _is_among(layer: str, names: Any, otherwise: bool) -> bool:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in the adapter's file, by its name in the file."""
+    """The shape of every tensor in the adapter's file, by its `names_in_language_model`."""
+    shapes = _stored_shapes(folder)
+    return {name: shapes[stored] for name, stored in names_in_language_model(shapes).items()}
+
+
+def _stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """The shape of every tensor in the adapter's file, by its name there."""
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"{folder}: {TENSORS} is missing; only safetensors are read, never pickles")

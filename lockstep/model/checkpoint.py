@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.hub import local_folder
+from lockstep.hub import local_folder, named_path
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.config_json import config_values, positions_limit
@@ -23,12 +23,14 @@ from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
 from lockstep.model.families import from_hugging_face, is_copy, is_ignored, to_hugging_face
+from lockstep.model.families.own import know_family
 from lockstep.model.folder import (
     FLOATS,
     INDEX,
     SINGLE,
     generation_ends,
     refuse_other_base,
+    tensor_files,
 )
 from lockstep.model.folder_dtype import folder_dtype
 from lockstep.model.initialize import initialize_some
@@ -38,8 +40,9 @@ from lockstep.model.shard import local_part
 from lockstep.model.stored import Stored, is_adapter, is_saved_with_adapter, is_score_head, read_as, stored_as
 from lockstep.model.stored_tensor import Ones, StoredTensor
 from lockstep.model.tensor_names import more, refuse_names, refuse_quantized_tensors
-from lockstep.model.tensors import stored_tensors
+from lockstep.model.tensors import stored_tensors, tensors_around
 from lockstep.model.tied_head import has_untied_head
+from lockstep.model.vision_wrapper import with_text_settings
 
 MOST_IN_A_BYTE = 2
 """Weights in a byte of a file: quantized ones have at least 4 bits."""
@@ -58,6 +61,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     for a device that this machine lacks.
     """
     device = checked_device(device)
+    know_family(path)
     folder = local_folder(path)
     model = _model_of(folder, dtype)
     model.to_empty(device=device)
@@ -172,7 +176,7 @@ def sources_of_weights(
 ) -> list[Source]:
     """The sources that `load_weights` copies, checked. Parameters that are `added` are skipped; `like` as in
     `begin_tokens`. Raises UserError."""
-    folder = Path(path)
+    folder = named_path(path)
     try:
         config = read_config(folder)
         for field in dataclasses.fields(config):
@@ -215,8 +219,9 @@ def check_tensors(
     others = [n for n in stored if n not in whole and not is_copy(n, model.config)]
     unknown = [n for n in others if not is_ignored(n, model.config)]
     refuse_names(folder, list(dict.fromkeys(part.name for part, _ in wanted if part.name not in stored)), unknown)
-    if others and added is None:
-        _name_unused(folder, f"{others[0]}{more(others)}")
+    unused = [*(others if added is None else ()), *tensors_around(folder)]
+    if unused:
+        _name_unused(folder, f"{unused[0]}{more(unused)}")
     nowhere = [p for name, p in parameters if not stored_as(name, p.shape, model.config)]
     sources = [Source(*local_part(parameter), Ones(parameter.shape)) for parameter in nowhere]
     for part, parameter in sorted(wanted, key=lambda item: stored[item[0].name].file):
@@ -303,14 +308,17 @@ def write_description(
     files: dict[str, str],
     total_bytes: int,
     quantization: dict[str, Any] | None = None,
+    wrapper: dict[str, Any] | None = None,
 ) -> None:
     """Writes everything but the tensors: `config.json` and, if they are in several `files`, their index.
 
     quantization: how the weights are stored, if not in `dtype`: the `quantization_config` of `config.json`.
+    wrapper: the `config.json` of the model around the language model that `config` describes, if it is written too.
     """
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
     values = to_hugging_face(config, name_of(dtype))
+    values = values if wrapper is None else with_text_settings(wrapper, values)
     _write_json(folder / "config.json", values | ({"quantization_config": quantization} if quantization else {}))
 
 
@@ -325,11 +333,19 @@ def read_config(folder: Path) -> ModelConfig:
             f"{folder}: has both a model (config.json) and an adapter ({SETTINGS}), which transformers would apply to "
             "it; move the adapter's files to a separate folder, or delete them"
         )
-    config = from_hugging_face(values, where)
+    config = from_hugging_face(values, where, partial(_tensor_names, folder))
     ends = dict.fromkeys([*config.eos_token_ids, *generation_ends(folder)])
     tied = config.tie_embeddings and not has_untied_head(folder)
     longest = min(config.max_positions, positions_limit() or config.max_positions)
     return dataclasses.replace(config, eos_token_ids=tuple(ends), tie_embeddings=tied, max_positions=longest)
+
+
+def _tensor_names(folder: Path) -> Collection[str]:
+    """The names of the folder's tensors; none if they cannot be read."""
+    try:
+        return tensor_files(folder)
+    except UserError:
+        return ()
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.formatted import FormattedWeight, formatted_weights
 from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
-from lockstep.model.rotary import RotaryTables
+from lockstep.model.rotary import RotaryTables, Tables
 from lockstep.ops import native
 from lockstep.precision import HEAD, Precision
 
@@ -52,14 +52,15 @@ class Block(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Sequence[Tables],
         attend: Callable[..., Tensor],
         halves: Halves,
         row_counts: Tensor | None = None,
     ) -> Tensor:
-        """`attend` takes queries, keys, values and the layer's other attention parameters; `halves` calls the two
-        methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
+        """`tables` are those of `RotaryTables`; `attend` takes queries, keys, values and the layer's other attention
+        parameters; `halves` calls the two methods below, or their compiled versions. `row_counts` are for the load of
+        a mixture's experts."""
+        cos, sin = tables[self.rope]
         attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
         # Here instead of around all layers: a checkpointed layer's backward calls this again.
         with ops.counted_rows(row_counts):
@@ -144,7 +145,7 @@ class Decoder(nn.Module):
         tables = self.rotary(positions)
         counts = getattr(attention, "row_counts", None)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, *tables[block.rope], partial(attention, index), self.halves, counts)
+            hidden = block(hidden, tables, partial(attention, index), self.halves, counts)
         return hidden
 
     def formatted_weights(self) -> dict[str, FormattedWeight]:

@@ -20,7 +20,7 @@ from lockstep.model.adapter_folder import (
 )
 from lockstep.model.gguf import gguf_file, opened
 from lockstep.model.json_file import read_json
-from lockstep.model.stored import in_language_model
+from lockstep.model.stored import names_in_language_model
 
 GENERATION = "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,15 +63,17 @@ def _refuse_outside(folder: Path, file: Path) -> None:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are named by `in_language_model`, unless that would give two the same name."""
+    """A safetensors file whose tensors are named by `names_in_language_model`."""
 
     def __init__(self, path: Path):
         self._file = safe_open(path, framework="pt")
-        stored = dict.fromkeys(self._file.keys())
-        self._names = {name if (full := in_language_model(name)) in stored else full: name for name in stored}
+        self._names = names_in_language_model(self._file.keys())
 
     def keys(self) -> list[str]:
         return list(self._names)
+
+    def stored_name(self, name: str) -> str:
+        return self._names[name]
 
     def get_slice(self, name: str) -> Any:
         return self._file.get_slice(self._names[name])

@@ -10,7 +10,7 @@ import torch
 
 from lockstep import ops
 from lockstep.errors import UserError
-from lockstep.hub import is_local
+from lockstep.hub import is_local, named_path
 from lockstep.model.adapter_folder import base_folder
 from lockstep.model.config_json import config_values
 from lockstep.model.dtypes import DTYPES, is_auto, name_of, resolve_dtype
@@ -29,7 +29,7 @@ def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, st
     if not is_auto(wanted):
         return name_of(resolve_dtype(wanted)), ""
     if is_local(model):
-        return name_of(folder_dtype(Path(model))), "the folder's own"
+        return name_of(folder_dtype(named_path(model))), "the folder's own"
     if device.type != "cpu":
         return "bfloat16", "which GPUs train faster in"
     if ops.arithmetic() in ("bf16_pairs", "bf16_tiles"):

@@ -38,6 +38,10 @@ class Norm(Weight):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, self.offset)
 
+    def of_heads(self, x: Tensor) -> Tensor:
+        """The norm of all heads' features together."""
+        return ops.heads_norm(x, self.weight, self.eps, self.offset)
+
     def of_branch(self, x: Tensor) -> Tensor:
         """The norm of what is added to the residual stream, whose rows stay on their ranks."""
         return ops.branch_norm(x, self.weight, self.eps, self.offset)
@@ -117,8 +121,7 @@ class Attention(nn.Module):
         """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each."""
         q, k, v = (each.view(x.shape[0], -1, self.config.head_dim) for each in self._projected(x))
         if self.config.qk_norm == "all heads":
-            q = ops.heads_norm(q, self.q_norm.weight, self.q_norm.eps)
-            k = ops.heads_norm(k, self.k_norm.weight, self.k_norm.eps)
+            q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
         elif self.config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.is_rotated:
@@ -134,9 +137,10 @@ class Attention(nn.Module):
 
     def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         neighbors = self.config.rope_interleaved
-        if self.config.long_queries is None:
-            return ops.rotary(q, cos, sin, neighbors), ops.rotary(k, cos, sin, neighbors)
-        return ops.rotary(q, cos[1], sin[1], neighbors), ops.rotary(k, cos[0], sin[0], neighbors)
+        of_keys = of_queries = cos, sin
+        if self.config.long_queries is not None:
+            of_keys, of_queries = ((cos[:, kind].contiguous(), sin[:, kind].contiguous()) for kind in (0, 1))
+        return ops.rotary(q, *of_queries, neighbors), ops.rotary(k, *of_keys, neighbors)
 
     def values(self, attended: Tensor) -> Tensor:
         """The attended values of all heads, `[tokens, heads · head_dim]`."""

@@ -12,7 +12,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.model.config import LinearRope, LongQueries, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
+from lockstep.model.config import ModelConfig
+from lockstep.model.ropes import LinearRope, LongQueries, LongRope, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.ops import native
 from lockstep.ops.elementary import cosine_and_sine, logarithm
 
@@ -22,7 +23,7 @@ CHUNK = 1 << 14
 """Angles computed at a time, so that intermediate values stay in the processor's cache."""
 
 
-Tables = tuple[Float[Tensor, "*queries positions half"], Float[Tensor, "*queries positions half"]]
+Tables = tuple[Float[Tensor, "positions *kinds half"], Float[Tensor, "positions *kinds half"]]
 """Cosines and sines by position; with `long_queries`, those for keys and those for queries."""
 
 
@@ -41,21 +42,21 @@ class RotaryTables:
     def __call__(self, positions: Int[Tensor, "tokens"]) -> list[Tables]:
         """Cosine and sine of every position's angles, float32, for each of `ModelConfig.ropes`."""
         if native.is_pretending() or positions.device.type == "meta":
-            sizes = (2,) if self.config.long_queries else ()
-            shape = *sizes, positions.shape[0], self.config.rotary_dim // 2
+            kinds = (2,) if self.config.long_queries else ()
+            shape = positions.shape[0], *kinds, self.config.rotary_dim // 2
             empty = partial(torch.empty, shape, dtype=torch.float32, device=positions.device)
             return [(empty(), empty()) for _ in self.config.ropes]
         length = 0
         if positions.device.type == "cpu" and len(positions) > 0:
             with ops.unrecorded():  # before replaying, the generator compares positions with the tables' length
                 length = int(positions.max()) + 1
-        tables, dim = self.reserve(length, positions.device), 1 if self.config.long_queries else 0
-        return [(cos.index_select(dim, positions), sin.index_select(dim, positions)) for cos, sin in tables]
+        tables = self.reserve(length, positions.device)
+        return [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in tables]
 
     def reserve(self, length: int, device: torch.device) -> list[Tables]:
         """The tables on `device`, of at least `length` positions."""
         cached = self._cached.get(device)
-        if cached is None or cached[0][0].shape[-2] < length:
+        if cached is None or len(cached[0][0]) < length:
             smallest = SMALLEST if device.type == "cpu" else self.config.max_positions
             length = max(smallest, 1 << max(length - 1, 0).bit_length())
             tables = [self._of(rope, length) for rope in self.config.ropes]
@@ -68,7 +69,7 @@ class RotaryTables:
         if (growth := self.config.long_queries) is None:
             return cosines, sines
         factors = query_factors(growth, length)
-        return torch.stack((cosines, cosines * factors)), torch.stack((sines, sines * factors))
+        return torch.stack((cosines, cosines * factors), 1), torch.stack((sines, sines * factors), 1)
 
 
 def query_factors(growth: LongQueries, length: int) -> Float32[Tensor, "length 1"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,8 @@ PEFT_ROOT = "base_model.model."
 PEFT_PREFIX = f"{PEFT_ROOT}model."
 """Prefix of layer names in an adapter's file."""
 HEADS = ("lm_head.", "score.")
+_INSIDE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+"""Prefixes of the language model's tensors in models with a vision tower, of older and newer transformers."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SCORE = "score.weight"
 NORM = re.compile(r"norm\.weight$")
@@ -102,10 +105,40 @@ def hugging_face_name(name: str, config: ModelConfig) -> str:
     return name if name.startswith(HEADS) else f"model.{name}"
 
 
+def layer_in_file(layer: str, config: ModelConfig) -> str:
+    """The name in an adapter's files of a layer such as `layers.0.mlp.up_proj`."""
+    return hugging_face_name(f"{layer}.weight", config).removeprefix("model.").removesuffix(".weight")
+
+
+def layer_of_file(layer: str) -> str:
+    """The inverse of `layer_in_file`."""
+    for ours, theirs in UNGATED.items():
+        layer = f"{layer}.".replace(theirs, ours).removesuffix(".")
+    return layer
+
+
 def in_language_model(name: str) -> str:
     """The name of a file's tensor in the model with a head: transformers' classes without a head save their tensors
-    without `model.`, and both load such files."""
+    without `model.`, and both load such files; those with a vision tower have the language model's under
+    `language_model.`, and so have adapters for them."""
+    root = PEFT_ROOT if name.startswith(PEFT_ROOT) else ""
+    inner, inside = _INSIDE.subn("", name.removeprefix(root))
+    if inside:
+        return f"{root}{inner}" if inner.startswith(HEADS) else f"{root}model.{inner}"
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+
+
+def names_in_language_model(stored_names: Iterable[str]) -> dict[str, str]:
+    """The tensors of a file by `in_language_model`, and their names there; those to which it gives the same name keep
+    theirs."""
+    names = {name: in_language_model(name) for name in stored_names}
+    given = Counter(names.values())
+    return {name if given[inner] > 1 else inner: name for name, inner in names.items()}
+
+
+def is_of_language_model(stored_name: str) -> bool:
+    """Whether a tensor in the files of a model with a vision tower belongs to its language model."""
+    return stored_name.startswith(HEADS) or _INSIDE.match(stored_name) is not None
 
 
 def stored_as(name: str, shape: Sequence[int], config: ModelConfig) -> list[Stored]:

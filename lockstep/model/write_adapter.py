@@ -18,7 +18,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import digest
 from lockstep.model.layers import projections
-from lockstep.model.stored import adapter_name, is_saved_with_adapter
+from lockstep.model.stored import adapter_name, is_saved_with_adapter, layer_in_file
 
 
 def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
@@ -75,9 +75,10 @@ def _short_names(config: ModelConfig) -> list[str]:
     """`target_modules` as people write them: last names if all layers with that name are adapted, else full names."""
     assert config.lora is not None
     everything: dict[str, list[str]] = defaultdict(list)
-    for name, _ in projections(Decoder(config, torch.float32, "meta")):
+    for layer, _ in projections(Decoder(config, torch.float32, "meta")):
+        name = layer_in_file(layer, config)
         everything[name.rpartition(".")[2]].append(name)
-    adapted = set(config.lora.modules)
+    adapted = {layer_in_file(layer, config) for layer in config.lora.modules}
     names = []
     for last, layers in everything.items():
         # peft applies a last name to every layer whose name ends with it, including those of experts.

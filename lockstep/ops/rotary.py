@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native
+from lockstep.ops.opaque import empty_like, library
 
 
 def rotary(
@@ -25,11 +26,17 @@ def rotary(
     """
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"a rotation of {2 * cos.shape[-1]} features cannot be of heads with {x.shape[-1]}")
-    if torch.compiler.is_compiling() or not (native.usable(x) or cuda.usable(x)):
+    if torch.compiler.is_compiling() and (interleaved or 2 * cos.shape[-1] < x.shape[-1]):
+        return _opaque(x, cos, sin, interleaved, 1.0)
+    if torch.compiler.is_compiling() or not _has_kernels(x):
         return _reference(x, cos, sin, interleaved)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotary.apply(x, cos, sin, interleaved)
     return _rotate(x, cos, sin, interleaved, 1.0)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return native.usable(x) or cuda.usable(x)
 
 
 def _reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -63,3 +70,28 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, ctx.interleaved, -1.0), None, None, None
+
+
+# Compiled code calls it as one operator unless all features are rotated, in halves: a compiler's loops over neighbors,
+# or over a part of a head, treat rows differently, depending on their number.
+@library.operator(
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved, float sign) -> Tensor",
+    fake=lambda x, cos, sin, interleaved, sign: empty_like(x),
+)
+def _opaque(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
+    if _has_kernels(x):
+        return _rotate(x, cos, sin, interleaved, sign)
+    return _reference(x, cos, sin * sign, interleaved).contiguous()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.settings = inputs[3:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (cos, sin), (interleaved, sign) = ctx.saved_tensors, ctx.settings
+    return _opaque(grad, cos, sin, interleaved, -sign), None, None, None, None
+
+
+library.differentiable("rotary", save=_save, backward=_backward)

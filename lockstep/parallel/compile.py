@@ -95,13 +95,13 @@ def _caching_of_sharded_layers() -> Iterator[None]:
 
 def _one_of_each_kind(model: Decoder) -> list[Block]:
     """The first layer of each kind: some have a dense feed-forward, others a mixture of experts; some compute in the
-    model's dtype, others in a number format."""
+    model's dtype, others in a number format; some rotate queries and keys."""
     kinds: dict[tuple[Any, ...], Block] = {}
     for block in model.layers:
         assert isinstance(block, Block)
         shapes = tuple((name, weight.shape) for name, weight in block.named_parameters())
         formats = tuple((name, each.format) for name, each in formatted_weights(block))
-        kinds.setdefault((shapes, formats), block)
+        kinds.setdefault((shapes, formats, getattr(block.self_attn, "is_rotated", True)), block)
     return list(kinds.values())
 
 
@@ -169,7 +169,8 @@ def _refuse_unsafe(model: Decoder) -> None:
     lanes = 32
     shape, group = model.config, tensor_group_of(model)
     ranks = group.size() if group else 1
-    widths = {"dim": shape.dim, "rotated_features" if shape.rotated_features else "head_dim": shape.rotary_dim}
+    rotated = "rotated_features" if shape.rotated_features else "head_dim"
+    widths = {"dim": shape.dim, rotated: shape.rotary_dim}
     widths |= {f"a rank's part of {name}": size // ranks for name, size in shape.dense_sizes.items()}
     if shape.experts is not None:
         widths["the experts' intermediate size"] = shape.experts.intermediate_size
@@ -246,7 +247,7 @@ class _Probe:
     def outputs(self, rows: slice) -> list[Tensor]:
         """Queries, keys, values if they are separate, and the block's output for these rows."""
         # Copies, since tensors that are marked dynamic stay marked.
-        cos, sin = (table[..., rows, :].clone() for table in self.tables)
+        cos, sin = (table[rows].clone() for table in self.tables)
         hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
         shared = self.group if self.group and not rows_are_whole() else None
         if shared:

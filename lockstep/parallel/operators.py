@@ -119,7 +119,7 @@ def fused_linear(x: Tensor, weight: DTensor, parts: Sequence[int], format: str) 
     return column_product(x, torch.cat(own), format, group.group_name)
 
 
-def heads_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
+def heads_norm(x: Tensor, weight: DTensor, eps: float, offset: bool) -> Tensor:
     """`ops.heads_norm` of this rank's heads; of all heads, if every rank has them.
 
     Every rank has fewer key heads than ranks, but gradients only of the one it attends with. This norm's gradients are
@@ -127,8 +127,8 @@ def heads_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     """
     local, group = own_part(weight), tensor_group(weight)
     if group is None or x.shape[1:].numel() == weight.shape[0]:
-        return ops.heads_norm(x, local, eps)
-    return split_heads_norm(x, local, eps, group)
+        return ops.heads_norm(x, local, eps, offset)
+    return split_heads_norm(x, local, eps, offset, group)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:

@@ -90,4 +90,6 @@ def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)
     if ranks > shape.num_kv_heads and kind.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
         return COPY
-    return COPY if kind.endswith("norm.weight") else WEIGHTS_ON_TENSOR[kind]
+    if kind.endswith("norm.weight") or kind.removesuffix(".weight") in shape.norms:
+        return COPY
+    return WEIGHTS_ON_TENSOR[kind]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,6 +15,7 @@ from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.generate.draws import LOGITS_ELEMENTS
 from lockstep.generate.engine import Engine
+from lockstep.hub import named_path
 from lockstep.model import Decoder, ModelConfig, ScoringModel, folder_dtype, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
@@ -233,7 +233,7 @@ class _RankMemory:
         if config.teacher:
             self.add("teacher", bytes_of(self.frozen(shape_of(config.teacher)).parameters()))
         if config.reward_model:
-            dtype = folder_dtype(Path(folder_if_model(config.reward_model)))
+            dtype = folder_dtype(named_path(folder_if_model(config.reward_model)))
             self.add("reward model", bytes_of(Decoder(shape_of(config.reward_model), dtype, "meta").parameters()))
 
     def add_generator(self, model: Decoder) -> None:

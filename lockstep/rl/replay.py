@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import step_name
+from lockstep.checkpoint import model_folder, step_name
 from lockstep.checkpoint.folders import STATE
 from lockstep.config import (
     CONFIG,
@@ -24,7 +24,6 @@ from lockstep.config import (
     to_toml,
 )
 from lockstep.errors import UserError
-from lockstep.hub import local_folder
 from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel import refuse_ranks
@@ -141,7 +140,7 @@ def replay(
                 "than one process does; only runs with train.deterministic_layout can be recomputed in one process"
             )
         if not sample:
-            refuse_unknown_tokens(rollouts_file, before, read_config(local_folder(config.model)).vocab_size)
+            refuse_unknown_tokens(rollouts_file, before, read_config(model_folder(config.model)).vocab_size)
         (again.path / "checkpoints").mkdir(parents=True)
         again.record(to_toml(config))
         if step > 1:

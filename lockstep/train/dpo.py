@@ -15,6 +15,7 @@ from lockstep import ops
 from lockstep.config import DPOConfig, validate_run
 from lockstep.data import RowLoader, Rows, StepRows, TokenizedCorpus
 from lockstep.data.preferences import Example, number_of
+from lockstep.hub import named_path
 from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World, parallel_model
@@ -58,7 +59,7 @@ def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
     """The trainer's model, or the one in `config.reference`, which is needed only to score the examples."""
     if not config.reference:
         return trainer.model
-    shape = with_precision(read_config(Path(config.reference)), config)
+    shape = with_precision(read_config(named_path(config.reference)), config)
     refuse_score_head(shape, config.reference)
     refuse_long_rows(replace(config, model=config.reference), shape)
     fill = partial(load_weights, path=config.reference)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import CompileConfig, LoraConfig, PretrainConfig, RLConfig, validate
 from lockstep.data import Row, divide_step
-from lockstep.hub import is_local
+from lockstep.hub import is_local, named_path
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -152,8 +151,8 @@ def resolve_simulated(config: Run) -> tuple[Run, ModelConfig, str, bool]:
 
 def shape_of(model: str, lora: LoraConfig | None = None) -> ModelConfig:
     """The shape of a folder or a preset, with a fresh adapter if `lora` has a rank."""
-    folder = Path(folder_if_model(model))
-    shape = read_config(folder) if is_local(folder) else preset(model)
+    model = folder_if_model(model)
+    shape = read_config(named_path(model)) if is_local(model) else preset(model)
     return adapted(shape, lora, model) if lora and lora.rank else shape
 
 

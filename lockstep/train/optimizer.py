@@ -16,7 +16,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.rules import parse_rule
 from lockstep.errors import RunStopped, UserError, closest
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
-from lockstep.model.stored import is_float32, is_saved_with_adapter
+from lockstep.model.stored import is_float32
 from lockstep.train.adamw import State, adamw_state, adamw_update, round_into
 from lockstep.train.gradients import (
     Gradients,
@@ -89,9 +89,9 @@ class MasterOptimizer:
                 f"train.rules freeze {frozen[0]}, which starts at zero and would stay zero; add the rule "
                 f'"{frozen[0]} frozen=false"'
             )
-        if model.config.lora is not None:
-            base = [name for name in whole.state_dict() if not is_saved_with_adapter(name)]
-            settings |= {name: replace(settings[name], frozen=True) for name in base}
+        # The base of an adapter, routers' choice biases, and the ones of norms without weights.
+        fixed = [name for name, parameter in whole.named_parameters() if not parameter.requires_grad]
+        settings |= {name: replace(settings[name], frozen=True) for name in fixed}
         if all(each.frozen for each in settings.values()):
             rules = ", ".join(f'"{rule}"' for rule in config.rules if "frozen=true" in rule)
             raise UserError(f"train.rules freeze every parameter, which leaves nothing to train: {rules}; remove some")

@@ -20,7 +20,7 @@ from lockstep.data import (
     tokenize_documents,
 )
 from lockstep.errors import UserError
-from lockstep.hub import is_local, is_model
+from lockstep.hub import is_local, is_model, named_path
 from lockstep.model import preset
 from lockstep.observe import OnMetrics
 from lockstep.parallel import World
@@ -123,7 +123,7 @@ def _make_tokenizer(
 ) -> Tokenizer:
     """`byte`, `bpe:VOCABULARY` trained on rank 0's texts, or a folder's; by default the model folder's, or the one that
     the data was tokenized with."""
-    folders = [Path(config.model)] if is_local(config.model) else list(folders)
+    folders = [named_path(config.model)] if is_local(config.model) else list(folders)
     if config.tokenizer == "byte" and folders:
         return load_tokenizer(folders[0])
     if not config.tokenizer.startswith("bpe:"):

@@ -19,7 +19,7 @@ from lockstep.config import DPOConfig
 from lockstep.data import TokenizedCorpus
 from lockstep.data.preferences import Example, read_example
 from lockstep.errors import UserError
-from lockstep.hub import is_local
+from lockstep.hub import is_local, named_path
 from lockstep.model import ScoringModel, base_folder
 from lockstep.observe import log
 from lockstep.progress import Progress
@@ -105,7 +105,7 @@ def _scores(corpus: TokenizedCorpus) -> np.ndarray:
 def _made_by(config: DPOConfig, corpora: Sequence[TokenizedCorpus]) -> str:
     """A digest of what determines the bits: the model's files by size and time, the arithmetic, the data."""
     described = []
-    for model in (Path(name) for name in (config.model, config.reference) if is_local(name)):
+    for model in (named_path(name) for name in (config.model, config.reference) if is_local(name)):
         weights = weights_folder(model)
         folders = sorted({weights, base_folder(weights)})
         files = [path for folder in folders for path in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from lockstep.config import ParallelConfig, PretrainConfig, RLConfig
 from lockstep.data import Tokenizer, divide_step, load_tokenizer
 from lockstep.errors import UserError
-from lockstep.hub import is_model
+from lockstep.hub import is_model, named_path
 from lockstep.model import ModelConfig, read_config
 from lockstep.ops import NONE
 from lockstep.parallel import World, chunks_for
@@ -66,7 +65,7 @@ def refuse_other_vocabulary(folder: str, setting: str, model: str, tokenizer: To
     tokens it is to score."""
     if not is_model(folder):
         raise UserError(f"{setting} {folder}: no such model; give a folder with one")
-    sizes = [read_config(Path(each)).vocab_size for each in (folder, model)]
+    sizes = [read_config(named_path(each)).vocab_size for each in (folder, model)]
     if sizes[0] != sizes[1] or load_tokenizer(folder, sizes[0]).vocabulary() != tokenizer.vocabulary():
         difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens for the same ids"
         raise UserError(

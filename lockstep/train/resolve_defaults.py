@@ -13,7 +13,7 @@ from lockstep.checkpoint import folder_if_model, newest_checkpoint, warn_about_r
 from lockstep.config import CONFIG, PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
-from lockstep.hub import is_local, is_model
+from lockstep.hub import is_local, is_model, named_path, with_family_of
 from lockstep.model import base_folder, choose_dtype, is_auto, read_config, set_arithmetic
 from lockstep.observe.run_folder import is_restarted
 from lockstep.observe.start import announce
@@ -53,7 +53,7 @@ def resolve_defaults(config: Config, world: World) -> Config:
 
 def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
     """The run's reduction chunks; logs a warning if the model's run used others."""
-    folder = Path(config.model)
+    folder = named_path(config.model)
     trained_with = read_config(folder).reduction_chunks if is_local(folder) else 1
     parallel = config.parallel
     if isinstance(config, RLConfig):
@@ -68,7 +68,7 @@ def _model_of(config: PretrainConfig | RLConfig) -> str:
     """The run's `model`; for a resumed run that trains an adapter, the folder of its base, which may have moved."""
     moved = config.resume and config.lora.rank and not is_model(config.model)
     newest = newest_checkpoint(Path(config.output)) if moved else None
-    return str(base_folder(newest)) if newest is not None else config.model
+    return with_family_of(config.model, base_folder(newest)) if newest is not None else config.model
 
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:

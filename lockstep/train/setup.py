@@ -14,7 +14,7 @@ from lockstep.data import DataSource, Tokenizer, load_tokenizer, with_ends
 from lockstep.data.chat import CHATML, OPTION, ChatTemplate, carry_template, load_chat_template, with_chatml
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
-from lockstep.hub import is_local
+from lockstep.hub import is_local, named_path
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -61,7 +61,7 @@ def chat_tokenizer(config: SFTConfig) -> Tokenizer:
         return tokenizer
     tokenizer = with_chatml(tokenizer)
     learns_tokens = not config.lora.rank and not isinstance(config, PreferenceConfig)
-    if not learns_tokens and tokenizer.vocab_size > read_config(Path(config.model)).vocab_size:
+    if not learns_tokens and tokenizer.vocab_size > read_config(named_path(config.model)).vocab_size:
         raise UserError(
             f"{config.model}: lacks the tokens of template {CHATML}, which only full fine-tuning learns; first train "
             f"all weights on conversations: lockstep sft --template {CHATML}"
@@ -85,7 +85,7 @@ def chat_template(
     if tokenized and (config.chat_template_kwargs or config.turns != "apart"):
         option = OPTION if config.chat_template_kwargs else "--turns"
         raise UserError(f"{tokenized[0]}: is tokenized already, so {option} has no effect on it; leave it out")
-    folder, made_with = Path(config.tokenizer or config.model), _template_files(sources)
+    folder, made_with = named_path(config.tokenizer or config.model), _template_files(sources)
     template = load_chat_template(folder, config.template)
     carried = bool(config.template)
     if made_with and not carried and (template is None or template.source != made_with[0].read_text()):
@@ -108,8 +108,8 @@ def _template_files(sources: Sequence[tuple[DataSource, float]]) -> list[Path]:
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> ModelConfig:
     """A preset's shape with the tokenizer's vocabulary, or a folder's; texts also end as tokenizer and template end
     them."""
-    if is_local(folder := Path(config.model)):
-        shape = read_config(Path(config.model))
+    if is_local(folder := named_path(config.model)):
+        shape = read_config(folder)
         if tokenizer.vocab_size > shape.vocab_size and isinstance(config, SFTConfig) and config.template == CHATML:
             shape = replace(shape, vocab_size=tokenizer.vocab_size)
         elif tokenizer.vocab_size > shape.vocab_size:
@@ -117,7 +117,7 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer, template: ChatTemp
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; leave "
                 "--tokenizer out to use the model's own"
             )
-        if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
+        if config.tokenizer not in ("", "byte") and named_path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.
             shape = replace(shape, eos_token_ids=(), bos_token_id=tokenizer.bos_id, pad_token_id=None)
     else:
@@ -134,7 +134,7 @@ def make_model(
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
     if folder := is_local(config.model):
         fill = partial(load_weights, path=config.model)
-        if shape.vocab_size > (stored := read_config(Path(config.model)).vocab_size):
+        if shape.vocab_size > (stored := read_config(named_path(config.model)).vocab_size):
             end_of_text = next((token for token in shape.eos_token_ids if token < stored), 0)
             fill = partial(begin_tokens, path=config.model, like=end_of_text)
     if config.lora.rank:

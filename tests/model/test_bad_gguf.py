@@ -90,10 +90,7 @@ def test_a_type_that_is_not_read_is_named_with_what_to_do(tmp_path):
         ({"qwen3.attention.head_count": [4, 2]}, r"head_count is \[4, 2\]; only one number for all layers is read"),
         ({"qwen3.attention.head_count": 3}, "3 heads do not divide into 2 key-value heads"),
         ({"qwen3.attention.layer_norm_rms_epsilon": -1.0}, r"model\.gguf: rms_norm_eps is -1\.0"),
-        (
-            {"qwen3.rope.scaling.type": "longrope", "qwen3.rope.scaling.factor": 2.0},
-            "short_factor is None; rope type longrope needs a list",
-        ),
+        ({"qwen3.rope.scaling.type": "su", "qwen3.rope.scaling.factor": 2.0}, 'rope type "su" is not supported'),
         ({"qwen3.block_count": 3}, r"tensor model\.layers\.2\..* is missing"),
         ({"general.alignment": 24}, r"general\.alignment is 24, which is not a power of two"),
     ],

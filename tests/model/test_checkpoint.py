@@ -103,11 +103,16 @@ SLIDING = ["sliding_attention"] * 2
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
         # What transformers would read otherwise, or not at all.
-        (_set(architectures=["Qwen3NextForCausalLM"]), 'NextForCausalLM" is not supported. Did you mean "Qwen3For'),
-        (_set(architectures=None, model_type="starcoder2"), 'model_type "starcoder2" is not supported'),
-        (_set(architectures=None, model_type="qwen3_mo"), 'model_type "qwen3_mo" is not .* Did you mean "qwen3_moe"'),
+        (
+            _set(architectures=["Qwen3NextForCausalLM"]),
+            'NextForCausalLM" is not supported. The nearest family is qwen3 ',
+        ),
+        (_set(architectures=None, model_type="qwen4", a=1), '"qwen4" is not .* nearest family is qwen3; .* keys a'),
         (_set(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),
-        (_set(text_config={"hidden_size": 8}), "text_config describes the language model inside a larger one"),
+        (
+            _set(text_config={"hidden_size": 8}),
+            "text_config describes the language model inside a larger one .Q",
+        ),
         (_set(layer_types=["chunked_attention"] * 2), "layer_types is .* it must name one of sliding_attention"),
         (_set(layer_types=SLIDING), "layer_types has sliding_attention, which needs use_sliding_window and sliding_w"),
         (

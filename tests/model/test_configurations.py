@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lockstep import load_model, score
 from lockstep.errors import UserError
 from lockstep.model import Yarn, preset, read_config
-from lockstep.model.config import LongRope
 from lockstep.model.families import from_hugging_face, to_hugging_face
 from lockstep.model.families.keys import NULL_IS_MISSING, ONLY
+from lockstep.model.ropes import LongRope
 from tests.model.drawn_configurations import draw
 from tests.model.public_configurations import PHI_MINI, PUBLIC
 

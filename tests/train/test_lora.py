@@ -126,10 +126,13 @@ def made_by_peft(tmp_path_factory):
     return folder, theirs
 
 
-def test_an_adapter_of_fused_projections_travels_to_peft_and_back(tmp_path):
-    shape = replace(preset("phi3:micro", 120), num_layers=2, eos_token_ids=(7,))
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]), ("nanochat", ["q_proj", "o_proj", "fc1", "fc2"])],
+)
+def test_an_adapter_of_other_projections_than_llamas_travels_to_peft_and_back(tmp_path, family, targets):
+    shape = replace(preset(f"{family}:micro", 120), num_layers=2, eos_token_ids=(7,))
     save_model(build_model(shape, "float32", seed=2), base := tmp_path / "base")
-    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     settings = PeftConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
     _move(theirs)

@@ -26,6 +26,7 @@ from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
+from lockstep.hub import named_path
 from lockstep.observe import start_line
 from lockstep.parallel import World, apply_compile
 
@@ -55,7 +56,7 @@ def build_service(config: ServeConfig, folder: Path, engine: Engine | None = Non
     engine = engine or build_engine(config, folder)
     assert engine.tokenizer is not None
     engine.weights_changed(step_of(folder) or 0)
-    name = config.model_name or Path(config.model).resolve().name
+    name = config.model_name or named_path(config.model).resolve().name
     return Service(config, folder, name, engine, engine.tokenizer, load_chat_template(folder))
 
 

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.model.config import ExpertsConfig, Latent, ModelConfig, Yarn
+from lockstep.model.config import ExpertsConfig, Latent, ModelConfig
 from lockstep.model.families.reading import number, truth, whole_number
+from lockstep.model.ropes import Yarn
 from lockstep.ops.routing import Routing
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lockstep.model.config import LinearRope, ModelConfig, Norms, Rope
+from lockstep.model.config import ModelConfig, Norms
 from lockstep.model.families.reading import number, whole_number
 from lockstep.model.families.rope import FULL, SLIDING, RopeKeys
 from lockstep.model.families.windows import read_windows, write_windows
+from lockstep.model.ropes import LinearRope, Rope
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 MODEL_TYPE = "gemma3_text"

@@ -6,9 +6,10 @@ from itertools import cycle, islice
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.model.config import ExpertsConfig, ModelConfig, Yarn
+from lockstep.model.config import ExpertsConfig, ModelConfig
 from lockstep.model.families.reading import whole_number
 from lockstep.model.families.windows import KINDS, read_windows, write_windows
+from lockstep.model.ropes import Yarn
 from lockstep.ops.activation import LIMIT, SLOPE
 from lockstep.ops.routing import Routing
 

@@ -72,21 +72,37 @@ NULL_IS_MISSING = (
 `eos_token_id`, as many as heads for `num_key_value_heads`."""
 
 
+def unknown_keys(values: dict[str, Any], family: ModuleType) -> list[str]:
+    """The keys that are not known for a family, sorted."""
+    known = read_keys(family) | WITHOUT_EFFECT | getattr(family, "WITHOUT_EFFECT", set())
+    return sorted(key for key, value in values.items() if key not in known and value is not None)
+
+
+def unsupported(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:
+    """The keys whose value is not the only supported one, with that one."""
+    given = {key: value for key, value in _only(family).items() if values.get(key) is not None}
+    return {key: value for key, value in given.items() if values[key] != value}
+
+
+def read_keys(family: ModuleType) -> set[str]:
+    """The keys that may change what a family's model computes."""
+    return READ | family.DEFAULTS.keys() | _only(family).keys() | getattr(family, "ALIASES", {}).keys()
+
+
+def _only(family: ModuleType) -> dict[str, Any]:
+    return {key: value for key, value in ONLY.items() if key not in family.DEFAULTS} | getattr(family, "ONLY", {})
+
+
 def refuse_unknown(values: dict[str, Any], family: ModuleType, where: str) -> None:
     """Raises UserError for an unknown key, and for an unsupported value."""
-    only = {key: value for key, value in ONLY.items() if key not in family.DEFAULTS} | getattr(family, "ONLY", {})
-    read = READ | family.DEFAULTS.keys() | only.keys() | getattr(family, "ALIASES", {}).keys()
-    known = read | WITHOUT_EFFECT | getattr(family, "WITHOUT_EFFECT", set())
-    unknown = sorted(key for key, value in values.items() if key not in known and value is not None)
-    if unknown:
+    if unknown := unknown_keys(values, family):
         others = f" The same holds for {', '.join(unknown[1:])}." if unknown[1:] else ""
         raise UserError(
             f"{where}: key {unknown[0]} is not known for {family.MODEL_TYPE}; it could change what the model computes."
-            f"{closest(unknown[0], read)}{others} Remove what has no effect"
+            f"{closest(unknown[0], read_keys(family))}{others} Remove what has no effect"
         )
-    for key, value in only.items():
-        if values.get(key) is not None and values[key] != value:
-            raise UserError(f"{where}: {key} is {values[key]!r:.100}; only {value!r} is supported")
+    for key, value in unsupported(values, family).items():
+        raise UserError(f"{where}: {key} is {values[key]!r:.100}; only {value!r} is supported")
 
 
 def with_defaults(values: dict[str, Any], family: ModuleType) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.model.config import RopeScaling
+from lockstep.model.ropes import RopeScaling
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.model.config import LongQueries, ModelConfig, Yarn
+from lockstep.model.config import ModelConfig
 from lockstep.model.families import rope
 from lockstep.model.families.reading import number
 from lockstep.model.families.rope import RopeKeys
 from lockstep.model.families.windows import same_window, write_same_window
+from lockstep.model.ropes import LongQueries, Yarn
 
 ARCHITECTURE = "Ministral3ForCausalLM"
 MODEL_TYPE = "ministral3"

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.model.config import LinearRope, ModelConfig
+from lockstep.model.config import ModelConfig
 from lockstep.model.families import rope
 from lockstep.model.families.reading import number
+from lockstep.model.ropes import LinearRope
 
 ARCHITECTURE = "NanoChatForCausalLM"
 MODEL_TYPE = "nanochat"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.model.config import ModelConfig, Rope, Yarn
+from lockstep.model.config import ModelConfig
 from lockstep.model.families import olmo2
 from lockstep.model.families.reading import whole_number
 from lockstep.model.families.rope import FULL, SLIDING, RopeKeys
 from lockstep.model.families.windows import read_windows, write_windows
+from lockstep.model.ropes import Rope, Yarn
 
 ARCHITECTURE = "Olmo3ForCausalLM"
 MODEL_TYPE = "olmo3"

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.model.config import DynamicRope, LinearRope, LongRope, ModelConfig, Rope, RopeScale, RopeScaling, Yarn
+from lockstep.model.config import ModelConfig
 from lockstep.model.families.reading import number
+from lockstep.model.ropes import DynamicRope, LinearRope, LongRope, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
 
 WIDEST_HEAD = 2**16
@@ -131,7 +132,7 @@ def _rope(table: dict[str, Any], values: dict[str, Any], theta: Any, where: str,
     base = float(number(table.get("rope_theta", theta), f"{where}: rope_theta"))
     kind = table.get("rope_type", table.get("type", "default"))
     kind = keys.aliases.get(kind, kind) if isinstance(kind, str) else kind
-    readers: dict[str, Callable[..., RopeScale]] = {
+    readers: dict[str, Callable[[dict[str, Any], dict[str, Any], str], RopeScale]] = {
         "yarn": _yarn, "llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "longrope": _longrope
     }  # fmt: skip
     if kind == "default":

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
+from lockstep.python_file import import_file, user_line
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.environments.code import Code
 from lockstep.rl.environments.digit_sum import DigitSum
@@ -19,7 +17,7 @@ from lockstep.rl.environments.gsm8k import GSM8K
 from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
 from lockstep.rl.environments.math_jsonl import Math
 from lockstep.rl.environments.prompts import Prompts
-from lockstep.rl.environments.protocol import Environment, source_file, user_line
+from lockstep.rl.environments.protocol import Environment, source_file
 from lockstep.rl.environments.verifiers_adapter import verifiers_tasks
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
@@ -173,20 +171,7 @@ def converses_or_grades(kind: type[Environment]) -> bool:
 
 
 def _class_in(file: Path, class_name: str) -> Any:
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
-    # The module's name includes the path, as two folders can have files of the same name.
-    name = f"lockstep_environment_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{file}: not a Python file; give the environment as FILE.py:Class")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(spec.name, None)
-        raise UserError(f"{user_line(error, file)}: does not import ({type(error).__name__}: {error})") from error
+    module = import_file(file, "environment", "FILE.py:Class")
     classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
     classes = [n for n in classes if n not in ("Environment", "ConversationEnvironment")]
     if class_name not in classes:

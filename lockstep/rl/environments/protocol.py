@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,14 +97,3 @@ def source_file(kind: type[Environment]) -> Path | None:
     """The file that defines an environment; None in an interactive session."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return Path(file) if file else None
-
-
-def user_line(error: BaseException, file: Path | None = None) -> str:
-    """`file:line` of an error: the innermost frame in `file` if its traceback has any, else the innermost of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    in_file = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
-    # A file with a syntax error has no frame; a file that calls `eval` on invalid text has one.
-    if not in_file and isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frame = (in_file or list(frames))[-1]
-    return f"{frame.filename}:{frame.lineno}"

@@ -31,6 +31,7 @@ from lockstep.model import (
     resolve_dtype,
     set_arithmetic,
 )
+from lockstep.model.families.own import know_family
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, start_line
 from lockstep.parallel import World, apply_compile, generator_model
@@ -88,6 +89,7 @@ def open_engine(welcome: dict[str, Any], key: bytes, world: World) -> tuple[Weig
 
     welcome: as `GeneratorSpec.welcome`. key: the run's. Raises UserError if this host cannot match the trainer.
     """
+    know_family(welcome["model"])
     folder, device = local_folder(welcome["model"]), world.device
     expected = welcome["shape"]
     ends = tuple(expected["eos_token_ids"])

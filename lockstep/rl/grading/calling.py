@@ -13,7 +13,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import one_line
-from lockstep.rl.environments.protocol import Environment, Example, source_file, user_line
+from lockstep.python_file import user_line
+from lockstep.rl.environments.protocol import Environment, Example, source_file
 
 if TYPE_CHECKING:
     from lockstep.config import RewardConfig  # its import would slow down the start of every sandbox

@@ -16,8 +16,9 @@ from lockstep.data.encode import surrogate_problem
 from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.parallel import World
+from lockstep.python_file import user_line
 from lockstep.rl.conversations.message_prompts import prompt_messages
-from lockstep.rl.environments.protocol import Environment, Example, source_file, user_line
+from lockstep.rl.environments.protocol import Environment, Example, source_file
 
 MOST_EXAMPLES = 1_000_000
 """Most examples per split: an iterator that yields more is considered endless."""

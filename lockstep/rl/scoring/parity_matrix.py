@@ -18,7 +18,8 @@ import numpy as np
 
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
-from lockstep.model.config import ExpertsConfig
+from lockstep.model.config import ExpertsConfig, Norms
+from lockstep.model.ropes import LongQueries, Rope
 from lockstep.ops import Routing
 from lockstep.precision import HEAD, Precision
 from lockstep.progress import Progress
@@ -50,21 +51,39 @@ SHAPES = {
 MIXTURE = "mixture of experts"
 QUANTIZED: dict[str, tuple[str, ...]] = {"int8": (), "int4": (), "float8_rowwise": (HEAD,), "mxfp8": (HEAD,)}
 """Shapes named after what their layers compute in, and the layers that do not."""
-MODELS = SHAPES | {
-    MIXTURE: ModelConfig(
-        "qwen3_moe",
-        num_heads=8,
-        num_kv_heads=4,
-        qk_norm="head",
-        # One layer with a dense feed-forward, and experts that four ranks can divide.
-        experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
-        **_SMALL,
+BLOCKS = {
+    "norms around, two rotations": ModelConfig(
+        "gemma3", num_heads=8, num_kv_heads=4, qk_norm="head", norm_offset=True, activation="gelu_tanh",
+        norms=Norms("norm_1", "norm_2", "norm_3", "norm_4"), windows=(20, 0), window_rope=Rope(10_000.0),
+        embedding_scale=8.0, residual_scale=0.7, logits_scale=0.5, rotated_features=32, rope_interleaved=True,
+        **(_SMALL | {"head_dim": 64}),
     ),
-    **{
-        linear: ModelConfig("llama3", num_heads=8, num_kv_heads=4, precision=Precision(linear, keep), **_SMALL)
-        for linear, keep in QUANTIZED.items()
-    },
-}
+    "norms after, fused, capped": ModelConfig(
+        "olmo2", num_heads=8, num_kv_heads=4, qk_norm="all heads", norms=Norms("", "norm_1", "", "norm_2"),
+        fused=("qkv_proj", "gate_up_proj"), long_queries=LongQueries(0.1, 16), rotated=(True, False), qkv_bias=False,
+        output_bias=True, logits_softcap=15.0, **_SMALL,
+    ),
+}  # fmt: skip
+"""Shapes with what a block can have elsewhere than Llama's, in combinations that no family has."""
+MODELS = (
+    SHAPES
+    | BLOCKS
+    | {
+        MIXTURE: ModelConfig(
+            "qwen3_moe",
+            num_heads=8,
+            num_kv_heads=4,
+            qk_norm="head",
+            # One layer with a dense feed-forward, and experts that four ranks can divide.
+            experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
+            **_SMALL,
+        ),
+        **{
+            linear: ModelConfig("llama3", num_heads=8, num_kv_heads=4, precision=Precision(linear, keep), **_SMALL)
+            for linear, keep in QUANTIZED.items()
+        },
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -155,6 +174,8 @@ def _full() -> Iterator[Scoring]:
         yield Scoring(shape, dtype, backend, layout, recompute)
     for linear, dtype, backend, layout in product(QUANTIZED, DTYPES, BACKENDS, LAYOUTS):
         yield Scoring(linear, dtype, backend, layout, "none")
+    for block, dtype, backend, layout in product(BLOCKS, DTYPES, BACKENDS, LAYOUTS):
+        yield Scoring(block, dtype, backend, layout, "none")
     for dtype, backend, layout, recompute in product(DTYPES, BACKENDS, LAYOUTS + EXPERT_LAYOUTS, RECOMPUTE):
         if backend == "none" or layout in LAYOUTS:
             yield Scoring(MIXTURE, dtype, backend, layout, recompute)
@@ -174,6 +195,11 @@ def _covering() -> Iterator[Scoring]:
     for row, layout in enumerate(LAYOUTS + EXPERT_LAYOUTS):
         yield Scoring(MIXTURE, DTYPES[row % 2], "none", layout, RECOMPUTE[row % 3])
     yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))
+    for row, layout in enumerate(LAYOUTS):
+        for column, block in enumerate(BLOCKS):
+            yield Scoring(block, DTYPES[(row + column) % 2], "none", layout, RECOMPUTE[row % 3])
+    for block in BLOCKS:
+        yield Scoring(block, "bfloat16", "inductor", LAYOUTS[3], "none", (1, 2))
     formats = list(QUANTIZED)
     for row, layout in enumerate(LAYOUTS):
         yield Scoring(formats[row % 4], DTYPES[row // 4 % 2], "none", layout, "none")

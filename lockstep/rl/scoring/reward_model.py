@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
 from lockstep.data.answer_spans import ScoredText
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
+from lockstep.hub import named_path
 from lockstep.model import Decoder, load_model, read_config
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environments.protocol import Environment
@@ -97,7 +97,7 @@ def load_reward_model(config: RLConfig, environment: Environment, device: torch.
                 "of a lockstep reward-model run"
             )
         return None
-    folder = Path(config.reward_model)
+    folder = named_path(config.reward_model)
     if not read_config(folder).score_head:
         raise UserError(
             f"reward_model {folder}: is a language model without a score head; train one with lockstep reward-model, "

@@ -13,6 +13,7 @@ from lockstep.cli import main
 from lockstep.ops import FORMATS
 from lockstep.rl.scoring.parity_matrix import (
     BACKENDS,
+    BLOCKS,
     DTYPES,
     EXPERT_LAYOUTS,
     GENERATORS,
@@ -50,6 +51,7 @@ FEW += [
     Scoring("int8", "float32", "none", LAYOUTS[8], "none", (1,)),
     Scoring("int4", "float32", "none", LAYOUTS[5], "none", (1,)),
     *(Scoring(name, "float32", "none", LAYOUTS[3], "none", (1, 2)) for name in ("int8", "int4", "float8_rowwise")),
+    *(Scoring(name, "float32", "none", LAYOUTS[3], "none", (1, 2)) for name in BLOCKS),
 ]
 
 
@@ -61,10 +63,10 @@ def test_every_two_settings_meet_in_the_covering_jobs():
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (13 + 12) * 4 * 2
+    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (13 + 12) * (4 + 2) * 2
     assert {job.layout for job in COVERING if job.shape == MIXTURE} == {*LAYOUTS, *EXPERT_LAYOUTS}
     assert {replace(job, generators=GENERATORS) for job in COVERING} <= set(full)
-    assert {job.shape for job in COVERING if job.layout.parallel.tensor > 1} >= QUANTIZED.keys()
+    assert {job.shape for job in COVERING if job.layout.parallel.tensor > 1} >= QUANTIZED.keys() | BLOCKS.keys()
 
 
 @pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.slow)], ids=["few", "covering"])
@@ -77,14 +79,14 @@ def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients
     jobs, results = computed
     cells = compare(results, jobs)
     assert len(cells) == (
-        (13 * 3 + 12 + 13 + 6 + 13) * len(GENERATORS) + 7 if jobs is RUN else 6 * len(GENERATORS) + 10
+        (13 * 3 + 12 + 13 + 6 + 13 + 26) * len(GENERATORS) + 11 if jobs is RUN else 6 * len(GENERATORS) + 14
     )
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
     assert len(written["cells"]) == len(cells) and written["reduction_chunks"] == 4
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
-    assert table(cells).count(" / 0") == (13 * 6 + 12 * 3 + 1 + 6 * 3 if jobs is RUN else 6 * 3 + 2)
+    assert table(cells).count(" / 0") == (13 * 6 + 12 * 3 + 1 + 2 + 6 * 3 if jobs is RUN else 6 * 3 + 2)
 
     first = {}
     for job in jobs:
