@@ -193,13 +193,14 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.reduction_chunks == 1:  # as in folders of other libraries
         del values["reduction_chunks"]
     eos = list(config.eos_token_ids)
+    no_end: list[int] | None = [] if "eos_token_id" in getattr(module, "NULL_IS_MISSING", ()) else None
     return {
         "architectures": [_scoring(module.ARCHITECTURE) if config.score_head else module.ARCHITECTURE],
         "model_type": module.MODEL_TYPE,
         **values,
         **(module.write_experts(config) if config.experts is not None else {}),
         **(module.write_attention(config) if hasattr(module, "write_attention") else {}),
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or no_end,
         **({"hidden_act": "silu"} if config.activation == "silu" else {}),
         **({"attention_bias": config.qkv_bias} if "attention_bias" in module.DEFAULTS else {}),
         **({"mlp_bias": config.mlp_bias} if "mlp_bias" in module.DEFAULTS else {}),
