@@ -5,6 +5,8 @@ import json
 import pytest
 
 from lockstep.cli import main
+from lockstep.model import read_config
+from lockstep.model.config_json import MAX_POSITIONS
 
 
 def generate(folder, *options: object) -> int:
@@ -15,6 +17,18 @@ def test_what_is_too_long_is_refused_before_anything_is_printed(model_folder, ca
     assert generate(model_folder, "--prompt", "abc", "--max-tokens", 10**6) == 2
     said = capsys.readouterr()
     assert said.out == "" and "lockstep: a prompt of" in said.err and "exceed the context" in said.err
+
+
+def test_the_longest_text_can_be_less_than_the_folder_says(model_folder, capsys, monkeypatch):
+    monkeypatch.setenv(MAX_POSITIONS, "")  # so that what the command sets is undone
+    assert generate(model_folder, "--prompt", "abc", "--max-positions", 8, "--max-tokens", 2) == 0
+    assert read_config(model_folder).max_positions == 8, "and so for processes that the command starts"
+    assert generate(model_folder, "--prompt", "abc", "--max-tokens", 60) == 2
+    assert "exceed the context of 8" in capsys.readouterr().err
+    monkeypatch.setenv(MAX_POSITIONS, "1000000")
+    assert read_config(model_folder).max_positions < 1000000
+    assert generate(model_folder, "--prompt", "abc", "--max-positions", "4k") == 2
+    assert "--max-positions (LOCKSTEP_MAX_POSITIONS) is 4k; it must be a whole number" in capsys.readouterr().err
 
 
 def test_n_samples_of_a_prompt_are_numbered(model_folder, capsys):

@@ -15,6 +15,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.families.reading import number
 from lockstep.model.ropes import DynamicRope, LinearRope, LongRope, Rope, RopeScale, RopeScaling, Yarn
 from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
+from lockstep.ops.elementary import logarithm
 
 WIDEST_HEAD = 2**16
 TOP_LEVEL = (
@@ -175,11 +176,18 @@ def _longrope(table: dict[str, Any], values: dict[str, Any], where: str) -> Long
     factor = table.get("factor")
     if factor is None:
         factor = number(values["max_position_embeddings"], f"{where}: max_position_embeddings") / original
+    if original < 2:
+        raise UserError(f"{where}: original_max_position_embeddings is {original}; rope type longrope needs at least 2")
     attention = table.get("attention_factor")
     if attention is None:
         grown = number(factor, f"{where}: factor")
-        attention = math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
+        attention = math.sqrt(1 + _log(grown) / _log(original)) if grown > 1 else 1.0
     return LongRope(short, long, original, float(number(attention, f"{where}: attention_factor")))
+
+
+def _log(x: float) -> float:
+    """The same bits on every processor."""
+    return float(logarithm(np.array([x], dtype=np.float64))[0])
 
 
 def _divisors(table: dict[str, Any], key: str, where: str) -> tuple[float, ...]:
