@@ -36,7 +36,7 @@ def parse_options(kind: type, arguments: list[str], command: str, default: Any =
         sys.exit(0)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
     if command in READS_MODELS:
-        options = [f"--{name} {value}: {help}" for (name, value), help in OF_MODELS.items()]
+        options = [f"--{name.replace('_', '-')} {value}: {help}" for (name, value), help in OF_MODELS.items()]
         keywords["description"] = "\n\n".join([str(kind.__doc__), *options])
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
@@ -56,7 +56,7 @@ def without_environment(arguments: list[str]) -> list[str]:
     from lockstep.commands.short_help import OF_MODELS
 
     rest, remaining = [], iter(arguments)
-    options = {f"--{name}": name for name, _ in OF_MODELS}
+    options = {f"--{name.replace('_', '-')}": name for name, _ in OF_MODELS}
     for argument in remaining:
         option, equals, value = argument.partition("=")
         if option not in options:

@@ -41,7 +41,7 @@ READS_MODELS = (
 """Commands that read models and therefore accept the options of `OF_MODELS`."""
 OF_MODELS = {
     ("base", "DIR"): "where an adapter's base is now, if it has moved",
-    ("max-positions", "N"): "the longest text, if it is less than the model's folder says",
+    ("max_positions", "N"): "the longest text, if it is less than the model's folder says",
 }
 """Options that are set in the environment, and what they are."""
 FROM_FILE = "start from a TOML or YAML file, such as a run's config.toml"

@@ -107,6 +107,8 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
         **{FEATURES.get(name, name): size for name, size in shape.dense_sizes.items()},
         **({"experts": shape.experts.count} if shape.experts is not None else {}),
     }
+    if tensor > 1 and (("qkv_proj" in shape.fused and shape.qkv_bias) or (shape.fused and shape.mlp_bias)):
+        yield f"{setting} {tensor} does not work with fused projections that have biases; leave it at 1"
     if wrong := [f"{count} {what}" for what, count in divided.items() if count % tensor]:
         common = math.gcd(*divided.values(), MAX_TENSOR)
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]

@@ -79,6 +79,12 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(key):
     assert from_hugging_face(values | {key: ONLY[key]}, "config.json") == from_hugging_face(values, "config.json")
 
 
+def test_dropout_that_published_granite_folders_name_is_warned_of():
+    values = to_hugging_face(preset("granite:micro"), "float32")
+    with pytest.warns(UserWarning, match=r"attention_dropout is 0\.1; Lockstep trains without dropout"):
+        assert from_hugging_face(values | {"attention_dropout": 0.1}, "") == preset("granite:micro")
+
+
 def test_a_null_is_a_key_that_is_missing():
     values = PUBLIC["Qwen3 8B"][1]
     for key in NULL_IS_MISSING:

@@ -40,7 +40,7 @@ PRESETS = {"tiny": SIZE}
 def fresh(monkeypatch):
     """No family of another test is known."""
     monkeypatch.setattr(own, "OWN", {})
-    monkeypatch.setattr("lockstep.model.families.OWN", own.OWN)
+    monkeypatch.setattr("lockstep.model.families.settings.OWN", own.OWN)
 
 
 def forget():

@@ -123,8 +123,12 @@ def test_replayed_steps_read_the_integers_of_new_weights(precision, monkeypatch)
     model.set_precision(Precision(precision, keep=()))
     config = EngineConfig(max_sequences=2, cache_tokens=128, draft="none")
     engine, packed = Engine(model, config), []
+
     # On a CPU they read the largest position.
-    monkeypatch.setattr(RotaryTables, "__call__", lambda t, at: [x[at] for x in t.reserve(0, at.device)])
+    def rows(tables, at):
+        return [(cos[at], sin[at]) for cos, sin in tables.reserve(0, at.device)]
+
+    monkeypatch.setattr(RotaryTables, "__call__", rows)
     engine.runner = GraphRunner(model, engine.cache, config, engine._weights, _captured)
     for step in range(3):
         completion = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=step, ignore_eos=True))[0][0]

@@ -76,13 +76,13 @@ def test_a_step_of_the_trainer_is_seen_by_the_compiled_generator(model):
 
 
 def test_compiling_again_in_steady_state_is_an_error_that_names_the_guard(model):
-    block = model.layers[0]
-    eps, block.eps = block.eps, 1e-3
+    norm = model.layers[0].input_layernorm
+    eps, norm.eps = norm.eps, 1e-3
     try:
         with pytest.raises(torch._dynamo.exc.RecompileError, match="eps"):
             model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
     finally:
-        block.eps = eps
+        norm.eps = eps
 
 
 def test_a_width_that_compiled_loops_cannot_treat_evenly_is_refused_by_name():

@@ -79,6 +79,8 @@ FOUR = dict(reduction_chunks=4, num_kv_heads=4)
         ("qwen3_moe", {}, P(expert=3), "parallel.expert 3 does not divide the 8 experts; set .* to 1 or 2 or 4 or 8"),
         ("qwen3_moe", FOUR, P(expert=4, tensor=4), "expert 4 x parallel.tensor 4 does not .* 8 experts; .* to 1 or 2"),
         ("qwen3_moe", FOUR | {"experts": 6}, P(tensor=4), "tensor 4 does not divide 6 experts; set it to 1 or 2"),
+        ("phi3", dict(reduction_chunks=4), P(tensor=4), "tensor 4 does not divide 2 key-value heads; set it to 1 or 2"),
+        ("phi3", dict(reduction_chunks=2, qkv_bias=True), P(tensor=2), "tensor 2 does not work with fused .* biases"),
     ],
 )
 def test_degrees_that_do_not_divide_the_model_are_refused_with_those_that_do(model, changes, parallel, said):
@@ -152,6 +154,7 @@ NO_KEYS = {"num_heads": 16, "num_kv_heads": 1}
         ({"data_shard": 4}, {"full_dtensor": True}, "does not work with parallel.full_dtensor over data-parallel"),
         ({"tensor": 4}, {}, "with parallel.tensor 4 does not work with fewer key-value heads (2)"),
         ({"tensor": 2}, {"precision": Precision("mxfp8")}, "tensor 2 does not work with precision.linear mxfp8"),
+        ({"tensor": 2}, {"model": "phi3:micro"}, "does not work with fused projections (qkv_proj, gate_up_proj)"),
         ({"context": 2}, {"model": "qwen3_moe:micro"}, "parallel.context 2 only works for dense models so far"),
         ({}, NO_KEYS | {"head_dim": 6, "reduction_chunks": 4}, "not divide the 6 features of this model's keys"),
         ({}, NO_KEYS | {"head_dim": 20, "reduction_chunks": 4}, "not divide the 20 features of this model's keys"),

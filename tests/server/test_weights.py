@@ -183,7 +183,11 @@ def test_a_bad_folder_leaves_the_old_weights(tmp_path, model, other_folder, brea
 def test_a_folder_that_describes_more_than_it_holds_is_refused_before_anything_is_made_of_it(tmp_path, other_folder):
     shutil.copytree(other_folder, tmp_path, dirs_exist_ok=True)
     whole = (tmp_path / "config.json").read_text()
-    for breakage in (_set(num_hidden_layers=1024), _set(hidden_size=10**12), _set(intermediate_size=10**15)):
+    for breakage in (
+        _set(num_hidden_layers=1024, layer_types=None),
+        _set(hidden_size=10**12),
+        _set(intermediate_size=10**15),
+    ):
         (tmp_path / "config.json").write_text(whole)
         breakage(tmp_path)
         with pytest.raises(UserError, match="weights, but the files have"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from lockstep import Engine, build_model, load_model, save_model
 from lockstep.checkpoint import folder_if_model
@@ -20,6 +21,7 @@ from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.errors import UserError
 from lockstep.model import preset, read_config
 from lockstep.model.families import FAMILIES
+from lockstep.model.families.registry import scoring_class
 from lockstep.parallel import World
 from lockstep.train.dpo import prefer
 from lockstep.train.preferences import end_scores, preference_batch, with_end_target
@@ -189,10 +191,21 @@ def test_a_reward_model_is_no_language_model_and_says_so(run, tmp_path, capsys):
         load_model(tmp_path / "two")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+KNOWN = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+SCORING = [name for name, module in FAMILIES.items() if module.MODEL_TYPE in KNOWN]
+"""The families for which transformers has a class with a score head."""
+
+
+@pytest.mark.parametrize("family", SCORING)
 def test_every_family_scores_as_transformers_does(tmp_path, family):
     shape = replace(preset(f"{family}:micro", 258), num_layers=2, score_head=True, tie_embeddings=False)
     model = build_model(shape, "float32", seed=1)
     save_model(model, tmp_path)
     texts = [[5, 6, 7, 8, 9, 10, 11] * 3, [100, 3, 7]]
     assert _score(model, texts) == pytest.approx(_their_scores(tmp_path, texts), abs=1e-5)
+
+
+def test_a_reward_models_class_is_that_of_transformers():
+    for family in SCORING:
+        module = FAMILIES[family]
+        assert scoring_class(module) == KNOWN[module.MODEL_TYPE]

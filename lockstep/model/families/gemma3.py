@@ -12,7 +12,7 @@ from lockstep.model.families.rope import FULL, SLIDING, RopeKeys
 from lockstep.model.families.windows import read_windows, write_windows
 from lockstep.model.ropes import LinearRope, Rope
 
-ARCHITECTURE = "Gemma3ForCausalLM"
+ARCHITECTURE, STEM = "Gemma3ForCausalLM", "Gemma3Text"
 MODEL_TYPE = "gemma3_text"
 CONSTANTS: dict[str, Any] = dict(
     vocab_size=262208, max_positions=131072, norm_offset=True, qk_norm="head", activation="gelu_tanh",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lockstep.model.config import ModelConfig
@@ -29,6 +30,7 @@ DEFAULTS = {
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
+    "attention_dropout": 0.0,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. There are as many key-value heads as
 heads, and `head_dim` follows from `hidden_size`."""
@@ -41,6 +43,11 @@ MULTIPLIERS = {
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
+    if values["attention_dropout"]:  # as published sizes have it
+        warnings.warn(
+            f"{where}: attention_dropout is {values['attention_dropout']!r:.40}; Lockstep trains without dropout",
+            stacklevel=2,
+        )
     factors = {field: float(number(values[key], f"{where}: {key}")) for key, field in MULTIPLIERS.items()}
     return factors | {"logits_scale": 1 / float(number(values["logits_scaling"], f"{where}: logits_scaling"))}
 

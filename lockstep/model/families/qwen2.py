@@ -27,6 +27,8 @@ DEFAULTS = {
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class. `head_dim` follows from `hidden_size`."""
 ONLY = {"attention_bias": True, "use_mrope": False}  # the first of which other programs write
+WITHOUT_EFFECT = {"dual_chunk_attention_config"}
+"""Which vLLM uses for texts of more than 262,144 tokens, and transformers does not."""
 read_attention = windows_if_used
 
 

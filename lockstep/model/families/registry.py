@@ -63,6 +63,16 @@ def family_module(name: str) -> ModuleType:
     return FAMILIES[name] if name in FAMILIES else own_family(name)
 
 
+def stem(module: ModuleType) -> str:
+    """What the names of a family's other classes in transformers begin with."""
+    return str(getattr(module, "STEM", module.ARCHITECTURE.removesuffix("ForCausalLM")))
+
+
+def scoring_class(module: ModuleType) -> str:
+    """The name in transformers of the class with a score head."""
+    return f"{stem(module)}ForSequenceClassification"
+
+
 def rope_keys(module: ModuleType) -> RopeKeys:
     """What is particular to a family's keys of the rotary embedding."""
     keys: RopeKeys = getattr(module, "ROPE_KEYS", RopeKeys())

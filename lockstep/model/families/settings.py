@@ -21,6 +21,8 @@ from lockstep.model.families.registry import (
     family_module,
     quantized_methods,
     rope_keys,
+    scoring_class,
+    stem,
 )
 from lockstep.model.families.rope import read_rope, refuse_infinite_rotation, write_rope
 from lockstep.model.quantized import dequantize_of
@@ -144,8 +146,8 @@ def _family_of(values: dict[str, Any], where: str, tensors: Callable[[], Collect
             raise _unknown(f'model_type "{kind:.100}"', values, where, tensors)
         return types[kind], False
     known = {module.ARCHITECTURE: name for name, module in families.items()}
-    scoring = {_scoring(name): family for name, family in known.items()}
-    headless = {name.replace("ForCausalLM", "Model"): family for name, family in known.items()}  # with a tied head
+    scoring = {scoring_class(module): name for name, module in families.items()}
+    headless = {f"{stem(module)}Model": name for name, module in families.items()}  # with a tied head
     known |= scoring | headless
     architecture = architectures[0].removeprefix("FSDP")  # which older transformers saved
     if architecture not in known:
@@ -164,11 +166,6 @@ def _unknown(what: str, values: dict[str, Any], where: str, tensors: Callable[[]
     return UserError(
         f"{where}: {what} is not supported. {nearest}. To read it as a family of your own, see docs/models.md"
     )
-
-
-def _scoring(architecture: str) -> str:
-    """The name in transformers of the architecture with a score head."""
-    return architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 def _refuse_classes(values: dict[str, Any], where: str) -> None:
@@ -195,7 +192,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     eos = list(config.eos_token_ids)
     no_end: list[int] | None = [] if "eos_token_id" in getattr(module, "NULL_IS_MISSING", ()) else None
     return {
-        "architectures": [_scoring(module.ARCHITECTURE) if config.score_head else module.ARCHITECTURE],
+        "architectures": [scoring_class(module) if config.score_head else module.ARCHITECTURE],
         "model_type": module.MODEL_TYPE,
         **values,
         **(module.write_experts(config) if config.experts is not None else {}),

@@ -170,12 +170,10 @@ def scoring_jobs(covering: bool) -> list[Scoring]:
 
 
 def _full() -> Iterator[Scoring]:
-    for shape, dtype, backend, layout, recompute in product(SHAPES, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
+    for shape, dtype, backend, layout, recompute in product(SHAPES | BLOCKS, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
         yield Scoring(shape, dtype, backend, layout, recompute)
     for linear, dtype, backend, layout in product(QUANTIZED, DTYPES, BACKENDS, LAYOUTS):
         yield Scoring(linear, dtype, backend, layout, "none")
-    for block, dtype, backend, layout in product(BLOCKS, DTYPES, BACKENDS, LAYOUTS):
-        yield Scoring(block, dtype, backend, layout, "none")
     for dtype, backend, layout, recompute in product(DTYPES, BACKENDS, LAYOUTS + EXPERT_LAYOUTS, RECOMPUTE):
         if backend == "none" or layout in LAYOUTS:
             yield Scoring(MIXTURE, dtype, backend, layout, recompute)

@@ -63,7 +63,7 @@ def test_every_two_settings_meet_in_the_covering_jobs():
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3 + (13 + 12) * (4 + 2) * 2
+    assert len(full) == (13 + 12) * (4 + 2) * 2 * 3 + 6 * 2 * 3 + (13 + 12) * 4 * 2
     assert {job.layout for job in COVERING if job.shape == MIXTURE} == {*LAYOUTS, *EXPERT_LAYOUTS}
     assert {replace(job, generators=GENERATORS) for job in COVERING} <= set(full)
     assert {job.shape for job in COVERING if job.layout.parallel.tensor > 1} >= QUANTIZED.keys() | BLOCKS.keys()
