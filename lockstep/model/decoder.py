@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.formatted import FormattedWeight, formatted_weights
 from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
-from lockstep.model.rotary import RotaryTables, Tables
+from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
 from lockstep.precision import HEAD, Precision
 
@@ -52,15 +52,14 @@ class Block(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        tables: Sequence[Tables],
+        cos: Tensor,
+        sin: Tensor,
         attend: Callable[..., Tensor],
         halves: Halves,
         row_counts: Tensor | None = None,
     ) -> Tensor:
-        """`tables` are those of `RotaryTables`; `attend` takes queries, keys, values and the layer's other attention
-        parameters; `halves` calls the two methods below, or their compiled versions. `row_counts` are for the load of
-        a mixture's experts."""
-        cos, sin = tables[self.rope]
+        """`attend` takes queries, keys, values and the layer's other attention parameters; `halves` calls the two
+        methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
         attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
         # Here instead of around all layers: a checkpointed layer's backward calls this again.
         with ops.counted_rows(row_counts):
@@ -145,7 +144,8 @@ class Decoder(nn.Module):
         tables = self.rotary(positions)
         counts = getattr(attention, "row_counts", None)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, tables, partial(attention, index), self.halves, counts)
+            cos, sin = tables[cast(Block, block).rope]
+            hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
         return hidden
 
     def formatted_weights(self) -> dict[str, FormattedWeight]:

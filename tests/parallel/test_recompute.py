@@ -110,7 +110,7 @@ def test_a_budget_keeps_what_takes_the_most_time_for_its_bytes():
     hidden = torch.randn(72, 128, requires_grad=True)
     tables = torch.ones(72, 16), torch.zeros(72, 16)
     attend = partial(ops.PackedAttention([72]), 0)
-    layer = saved_bytes(model.layers[0].forward, model.layers[0], (hidden, [tables], attend, model.halves))
+    layer = saved_bytes(model.layers[0].forward, model.layers[0], (hidden, *tables, attend, model.halves))
     # Both normed inputs, queries before and after the norm, attention's output and the residual; keys twice and values;
     # gate, up and their product; log-sums of 4 heads; scales of 2 norms, 4 queries and 2 keys.
     assert layer == 4 * 72 * (6 * 128 + 3 * 64 + 3 * 384 + 4 + 8)
