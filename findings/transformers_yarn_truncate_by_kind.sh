@@ -3,7 +3,7 @@
 #
 # Expected: `truncate: false` in the parameters of a kind of layer leaves the ends of the interpolated frequencies where
 # they are, between two pairs of features, as it does in a configuration with one set of parameters.
-# Seen, transformers 5.24.0: the frequencies of OLMo 3 and Gemma 3 are the same for true and false. It is looked up beside
+# Seen, transformers 5.24.0: the frequencies of OLMo 3 are the same for true and false. It is looked up beside
 # the kinds, where a configuration has only the kinds.
 set -euo pipefail
 work=$(mktemp -d)
@@ -15,8 +15,7 @@ env/bin/pip freeze 2>/dev/null | grep -E "^(torch|transformers)=="
 export HF_HUB_OFFLINE=1
 cat > probe.py <<'PROBE'
 import torch
-from transformers import Gemma3TextConfig, Olmo3Config, Qwen3Config
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers import Olmo3Config, Qwen3Config
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -38,7 +37,6 @@ def by_kind(truncate):
 for name, config, embedding, parameters, buffer in (
     ("one set (Qwen3)", Qwen3Config, Qwen3RotaryEmbedding, yarn, "inv_freq"),
     ("for each kind (OLMo 3)", Olmo3Config, Olmo3RotaryEmbedding, by_kind, f"{FULL}_inv_freq"),
-    ("for each kind (Gemma 3)", Gemma3TextConfig, Gemma3RotaryEmbedding, by_kind, f"{FULL}_inv_freq"),
 ):
     found = [getattr(embedding(config(**sizes, rope_parameters=parameters(t))), buffer) for t in (True, False)]
     equal = torch.equal(*found)

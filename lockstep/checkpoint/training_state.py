@@ -87,8 +87,6 @@ def parts_to_load(
         targets = {f"trainer/master.{name}": Part.of(target)}
         if name not in masters or targets.keys() - stored.keys():
             targets = {f"{group}/{saved}": part for saved, part in _stored(name, target, group, model.config).items()}
-        if not targets:  # the ones of a norm without weights
-            target.fill_(1.0)
         for saved, part in targets.items():
             if saved not in stored or stored[saved].shape != part.shape:
                 shape = list(stored[saved].shape) if saved in stored else []

@@ -137,8 +137,8 @@ class ModelConfig:
     """Whether a norm's factor is 1 + its weight (Gemma)."""
     plain_norms: bool = False
     """Whether norms have no weights (nanochat)."""
-    qk_norm: Literal["none", "head", "all heads", "rotated head"] = "none"
-    """Normalize queries and keys: of each head (Qwen3), of all heads together (OLMo 2), or of each after rotation."""
+    qk_norm: Literal["none", "head", "all heads"] = "none"
+    """Normalize queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)."""
     qkv_bias: bool = False
     """Biases in the projections to queries, keys and values."""
     output_bias: bool = False

@@ -126,8 +126,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.is_rotated:
             q, k = self._rotated(q, k, cos, sin)
-        if self.config.qk_norm == "rotated head":
-            q, k = self.q_norm(q), self.k_norm(k)
         return (q, k, v) if self.cache == ops.NONE else (q, ops.cache_rounded(k), ops.cache_rounded(v))
 
     def _projected(self, x: Tensor) -> Sequence[Tensor]:

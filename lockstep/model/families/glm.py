@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.model.config import ModelConfig
 from lockstep.model.families.reading import truth
 from lockstep.model.families.rope import RopeKeys
 
@@ -39,11 +38,6 @@ ROPE_KEYS = RopeKeys(partial=True)
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
     return {"qkv_bias": truth(values, "attention_bias", where), "output_bias": False}
-
-
-def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`, where a missing factor means a half."""
-    return {} if config.rotated_features else {"partial_rotary_factor": 1.0}
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ from typing import Any
 
 from lockstep.model.config import Norms
 from lockstep.model.families import glm
-from lockstep.model.families.glm import DEFAULTS, NULL_IS_MISSING, ROPE_KEYS, read_attention, write_attention
+from lockstep.model.families.glm import DEFAULTS, NULL_IS_MISSING, ROPE_KEYS, read_attention
 
-__all__ = ["DEFAULTS", "NULL_IS_MISSING", "ROPE_KEYS", "read_attention", "write_attention"]
+__all__ = ["DEFAULTS", "NULL_IS_MISSING", "ROPE_KEYS", "read_attention"]
 
 ARCHITECTURE = "Glm4ForCausalLM"
 MODEL_TYPE = "glm4"

@@ -59,9 +59,8 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`, where a missing factor means a half."""
-    part = {} if config.rotated_features else {"partial_rotary_factor": 1.0}
-    return {"use_qk_norm": config.qk_norm == "head", "num_nextn_predict_layers": 0, **part}
+    """The keys of `config.json`."""
+    return {"use_qk_norm": config.qk_norm == "head", "num_nextn_predict_layers": 0}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""nanochat: norms without weights, of queries and keys after rotation, a feed-forward without a gate, capped logits
+"""nanochat: norms without weights, of queries and keys too, a feed-forward without a gate, capped logits
 (github.com/karpathy/nanochat)."""
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from lockstep.model.ropes import LinearRope
 
 ARCHITECTURE = "NanoChatForCausalLM"
 MODEL_TYPE = "nanochat"
-# Its rotation turns the other way: a negative divisor of the frequencies.
+# Its rotation turns the other way: a negative divisor of the frequencies. That it comes before the norms of queries and
+# keys makes no difference to norms without weights.
 CONSTANTS: dict[str, Any] = dict(
     vocab_size=65536, tie_embeddings=False, rope_theta=10_000.0, max_positions=2048, plain_norms=True,
-    qk_norm="rotated head", activation="relu_squared", embedding_norm=True, rope_scaling=LinearRope(-1.0),
+    qk_norm="head", activation="relu_squared", embedding_norm=True, rope_scaling=LinearRope(-1.0),
     logits_softcap=15.0,
 )  # fmt: skip
 DEFAULTS = {

@@ -241,8 +241,8 @@ def write_rope(config: ModelConfig, keys: RopeKeys) -> dict[str, Any]:
     """The keys of `config.json`, for old and new transformers."""
     main, *of_windows = (_written(rope) for rope in config.ropes)
     partial = {}
-    if config.rotated_features:
-        partial["partial_rotary_factor"] = _part(config.rotated_features, config.head_dim)
+    if keys.partial:
+        partial["partial_rotary_factor"] = _part(config.rotated_features or config.head_dim, config.head_dim)
     scaled: dict[str, Any] = {"rope_scaling": main if config.rope_scaling is not None else None}
     if isinstance(config.rope_scaling, LongRope):  # where transformers looks first
         scaled["original_max_position_embeddings"] = config.rope_scaling.original_max_positions

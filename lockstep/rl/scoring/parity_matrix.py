@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
 from lockstep.model.config import ExpertsConfig, Norms
-from lockstep.model.ropes import LongQueries, Rope
+from lockstep.model.ropes import LinearRope, LongQueries, Rope
 from lockstep.ops import Routing
 from lockstep.precision import HEAD, Precision
 from lockstep.progress import Progress
@@ -53,7 +53,7 @@ QUANTIZED: dict[str, tuple[str, ...]] = {"int8": (), "int4": (), "float8_rowwise
 """Shapes named after what their layers compute in, and the layers that do not."""
 BLOCKS = {
     "norms around, two rotations": ModelConfig(
-        "gemma3", num_heads=8, num_kv_heads=4, qk_norm="head", norm_offset=True, activation="gelu_tanh",
+        "gemma3", num_heads=8, num_kv_heads=4, qk_norm="head", norm_offset=True, activation="gelu_tanh", mlp_bias=True,
         norms=Norms("norm_1", "norm_2", "norm_3", "norm_4"), windows=(20, 0), window_rope=Rope(10_000.0),
         embedding_scale=8.0, residual_scale=0.7, logits_scale=0.5, rotated_features=32, rope_interleaved=True,
         **(_SMALL | {"head_dim": 64}),
@@ -62,6 +62,10 @@ BLOCKS = {
         "olmo2", num_heads=8, num_kv_heads=4, qk_norm="all heads", norms=Norms("", "norm_1", "", "norm_2"),
         fused=("qkv_proj", "gate_up_proj"), long_queries=LongQueries(0.1, 16), rotated=(True, False), qkv_bias=False,
         output_bias=True, logits_softcap=15.0, **_SMALL,
+    ),
+    "norms without weights, no gate": ModelConfig(
+        "nanochat", num_heads=8, num_kv_heads=4, qk_norm="head", plain_norms=True, embedding_norm=True,
+        activation="relu_squared", rope_scaling=LinearRope(-1.0), **_SMALL,
     ),
 }  # fmt: skip
 """Shapes with what a block can have elsewhere than Llama's, in combinations that no family has."""
