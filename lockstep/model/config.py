@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from lockstep.errors import UserError
 from lockstep.model.ropes import LongQueries, Rope, RopeScale
@@ -23,6 +23,9 @@ class Norms(NamedTuple):
     after_mlp: str = ""
 
 
+QKNorm = Literal["none", "head", "all heads"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]
+QK_NORMS, ACTIVATIONS, FUSED = get_args(QKNorm), get_args(Activation), {"qkv_proj", "gate_up_proj"}
 BEFORE = Norms()
 """Norms before attention and feed-forward, with the names that Llama's folders have for them."""
 
@@ -137,7 +140,7 @@ class ModelConfig:
     """Whether a norm's factor is 1 + its weight (Gemma)."""
     plain_norms: bool = False
     """Whether norms have no weights (nanochat)."""
-    qk_norm: Literal["none", "head", "all heads"] = "none"
+    qk_norm: QKNorm = "none"
     """Normalize queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)."""
     qkv_bias: bool = False
     """Biases in the projections to queries, keys and values."""
@@ -145,7 +148,7 @@ class ModelConfig:
     """A bias in the projection of the attended values."""
     mlp_bias: bool = False
     """Biases in the dense feed-forward."""
-    activation: Literal["silu", "gelu_tanh", "relu_squared"] = "silu"
+    activation: Activation = "silu"
     """Of the feed-forward, which has a gate unless it is relu_squared."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
@@ -192,6 +195,11 @@ class ModelConfig:
                 f"model: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads; "
                 "choose a divisor of num_attention_heads"
             )
+        for name, known in (("qk_norm", QK_NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"model: {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        if unknown := set(self.fused) - FUSED:
+            raise UserError(f"model: fused has {', '.join(sorted(unknown))}; it can have {', '.join(sorted(FUSED))}")
         if not 0 <= self.rotated_features <= self.head_dim:
             raise UserError(
                 f"model: rotated_features is {self.rotated_features}; it must be 0 for all, or up to head_dim, "

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lockstep import build_model
 from lockstep.config import TrainConfig
+from lockstep.errors import UserError
 from lockstep.model import Decoder, preset
 from lockstep.model.families.rope import _part
 from lockstep.model.families.windows import windows_if_used
@@ -17,6 +18,20 @@ from lockstep.parallel.placements import parameter_placement
 from lockstep.train import Trainer
 
 STAGES = [range(2), range(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(qk_norm="heads"), "qk_norm is 'heads'; it must be one of none, head, all heads"),
+        (dict(activation="gelu"), "activation is 'gelu'; it must be one of silu, gelu_tanh, relu_squared"),
+        (dict(fused=("kv_proj",)), "fused has kv_proj; it can have gate_up_proj, qkv_proj"),
+        (dict(rotated_features=64), "rotated_features is 64; it must be 0 for all, or up to head_dim, 32"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        replace(preset("llama3:micro"), **changes)
 
 
 def test_windows_begin_at_max_window_layers():

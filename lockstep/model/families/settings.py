@@ -105,7 +105,10 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
         raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
     fields |= _read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
-        fields |= module.read_attention(values, where)
+        found = module.read_attention(values, where)
+        if not isinstance(found, dict):
+            raise UserError(f"{family}: read_attention gives {found!r:.60}; it must give fields of ModelConfig")
+        fields |= found
     if "sliding_window" not in module.DEFAULTS:
         layer_kinds(values, ("full_attention",), where, fields["num_layers"])
     fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
