@@ -153,7 +153,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     embedding_norm: bool = False
-    """Normalize the embeddings, with the last norm (nanochat)."""
+    """Normalize the embeddings (nanochat)."""
     residual_scale: float = 1.0
     """Factor of what attention and the feed-forward add to the residual stream."""
     attention_scale: float | None = None

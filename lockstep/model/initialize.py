@@ -38,8 +38,8 @@ TAIL_BELOW = (1.0, 7.3700164250e-01, 1.2021132975e-01)
 def build_model(
     config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
 ) -> Decoder:
-    """Fresh weights: normal(0, 0.02), scaled by 1/√(2·layers) in projections into the residual stream; norms 1, biases
-    and sinks 0.
+    """Fresh weights: normal(0, 0.02), scaled by 1/√(2·layers) in projections into the residual stream; norms'
+    factors 1, biases and sinks 0.
 
     Draws are float32, so a seed gives the same weights, rounded, in every dtype and on every processor. On the `meta`
     device nothing is allocated. Raises UserError if `config` is not a ModelConfig, and for a device that this machine
@@ -67,7 +67,8 @@ def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bo
         if not wanted(name):
             continue
         if parameter.ndim == 1 or name.endswith("_bias"):
-            parameter.fill_(1.0 if name.endswith(".weight") else 0.0)
+            of_norm = 0.0 if model.config.norm_offset else 1.0
+            parameter.fill_(of_norm if name.endswith(".weight") else 0.0)
             continue
         local, place = local_part(parameter)
         if is_adapter(name):

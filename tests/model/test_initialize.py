@@ -4,6 +4,7 @@ import hashlib
 from statistics import NormalDist
 
 import numpy as np
+import pytest
 import torch
 
 from lockstep import build_model
@@ -43,3 +44,9 @@ def test_weights_have_the_deviations_that_they_should():
     assert torch.equal(block.input_layernorm.weight, torch.ones(128))
     assert abs(block.mlp.up_proj.weight.std() / 0.02 - 1) < 0.02
     assert abs(block.mlp.down_proj.weight.std() / (0.02 / 8**0.5) - 1) < 0.02
+
+
+@pytest.mark.parametrize(("family", "weight"), [("gemma3", 0.0), ("olmo2", 1.0), ("nanochat", 1.0)])
+def test_fresh_norms_multiply_by_one(family, weight):
+    norms = [p for name, p in build_model(preset(f"{family}:micro")).named_parameters() if "norm" in name]
+    assert norms and all((norm == weight).all() for norm in norms)

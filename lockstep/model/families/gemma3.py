@@ -63,11 +63,9 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     turn = whole_number(values, "sliding_window_pattern", where, least=1)
     kinds = [SLIDING if (layer + 1) % turn else FULL for layer in range(count)]
     scalar = number(values["query_pre_attn_scalar"], f"{where}: query_pre_attn_scalar")
-    cap = values["final_logit_softcapping"]
     return {
         "attention_scale": scalar**-0.5,
         "embedding_scale": math.sqrt(whole_number(values, "hidden_size", where, least=1)),
-        "logits_softcap": 0.0 if cap is None else float(number(cap, f"{where}: final_logit_softcapping")),
         **read_windows(values, where, kinds),
     }
 
@@ -79,7 +77,6 @@ def write_attention(config: ModelConfig) -> dict[str, Any]:
     return write_windows(config, otherwise=4096) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar,
-        "final_logit_softcapping": config.logits_softcap or None,
         "rope_local_base_freq": (config.window_rope or Rope(10_000.0)).theta,
     }
 

@@ -7,25 +7,13 @@ import warnings
 from typing import Any
 
 from lockstep.model.config import ModelConfig
+from lockstep.model.families import llama3
 from lockstep.model.families.reading import number
 
 ARCHITECTURE = "GraniteForCausalLM"
 MODEL_TYPE = "granite"
 CONSTANTS = dict(vocab_size=49159, norm_eps=1e-5, rope_theta=10_000_000.0, max_positions=131072)
-DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_bias": False,
-    "mlp_bias": False,
+DEFAULTS = llama3.DEFAULTS | {
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,

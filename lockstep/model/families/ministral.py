@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import Any
 
 from lockstep.model.config import ModelConfig
@@ -20,7 +19,7 @@ MODEL_TYPE = "ministral"
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
     kind = FULL if values.get("sliding_window") is None else SLIDING
-    return read_windows(values, where, list(repeat(kind, whole_number(values, "num_hidden_layers", where))))
+    return read_windows(values, where, [kind] * whole_number(values, "num_hidden_layers", where))
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.families import rope
-from lockstep.model.families.reading import number
 from lockstep.model.ropes import LinearRope
 
 ARCHITECTURE = "NanoChatForCausalLM"
@@ -48,14 +47,12 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if isinstance(table, dict) and table.get("rope_type", table.get("type", "default")) != "default":
         raise UserError(f"{where}: rope_scaling and rope_parameters: only rope_type default is supported for nanochat")
-    cap = values["final_logit_softcapping"]
-    capped = 0.0 if cap is None else float(number(cap, f"{where}: final_logit_softcapping"))
-    return {"embedding_norm": True, "logits_softcap": capped, "rope_scaling": CONSTANTS["rope_scaling"]}
+    return {"embedding_norm": True, "rope_scaling": CONSTANTS["rope_scaling"]}
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
     """The keys of `config.json`."""
-    return {"hidden_act": "relu2", "final_logit_softcapping": config.logits_softcap or None}
+    return {"hidden_act": "relu2"}
 
 
 def write_rope(config: ModelConfig, keys: rope.RopeKeys) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.model.config import ExpertsConfig, ModelConfig
+from lockstep.model.families import olmo2
 from lockstep.model.families.reading import truth, whole_number
 from lockstep.ops.routing import Routing
 
@@ -13,19 +14,12 @@ MODEL_TYPE = "olmoe"
 CONSTANTS = dict(
     vocab_size=50304, tie_embeddings=False, norm_eps=1e-5, rope_theta=10_000.0, max_positions=4096, qk_norm="all heads"
 )  # fmt: skip
-DEFAULTS = {
-    "vocab_size": 50304,
+DEFAULTS = olmo2.DEFAULTS | {
     "hidden_size": 2048,
     "intermediate_size": 2048,
     "num_hidden_layers": 16,
     "num_attention_heads": 16,
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "eos_token_id": 50279,
-    "pad_token_id": 1,
-    "attention_bias": False,
     "num_experts": 64,
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lockstep.model.config import ModelConfig
-from lockstep.model.families.windows import windows_if_used, write_windows
+from lockstep.model.families.windows import windows_if_used, write_windows_if_used
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 MODEL_TYPE = "qwen2"
@@ -29,12 +26,7 @@ DEFAULTS = {
 ONLY = {"attention_bias": True, "use_mrope": False}  # the first of which other programs write
 WITHOUT_EFFECT = {"dual_chunk_attention_config"}
 """Which vLLM uses for texts of more than 262,144 tokens, and transformers does not."""
-read_attention = windows_if_used
-
-
-def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`."""
-    return write_windows(config) | {"use_sliding_window": bool(config.windows)}
+read_attention, write_attention = windows_if_used, write_windows_if_used
 
 
 PRESETS = {

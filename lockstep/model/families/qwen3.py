@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lockstep.model.config import ModelConfig
-from lockstep.model.families.windows import windows_if_used, write_windows
+from lockstep.model.families import qwen2
+from lockstep.model.families.windows import windows_if_used, write_windows_if_used
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
 CONSTANTS = dict(vocab_size=151936, qk_norm="head")
 """Fields of ModelConfig that are the same for all sizes, unless a size has its own."""
-DEFAULTS = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128, "attention_bias": False}
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
 ONLY = {"use_qk_norm": True}
-read_attention = windows_if_used
-
-
-def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`."""
-    return write_windows(config) | {"use_sliding_window": bool(config.windows)}
+read_attention, write_attention = windows_if_used, write_windows_if_used
 
 
 PRESETS = {

@@ -50,6 +50,7 @@ ALIKE = (
 )  # fmt: skip
 """Constants of a family that hold for its folders too, not only for the sizes by name."""
 MOST_LAYERS = 1024
+SOFTCAP = "final_logit_softcapping"
 
 log = logging.getLogger("lockstep")
 
@@ -103,6 +104,8 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
     eos = values.get("eos_token_id")
     if not all(type(token) is int for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
         raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
+    if (cap := values.get(SOFTCAP)) is not None:
+        fields["logits_softcap"] = float(number(cap, f"{where}: {SOFTCAP}"))
     fields |= _read_biases(values, where) | {key: module.CONSTANTS[key] for key in ALIKE if key in module.CONSTANTS}
     if hasattr(module, "read_attention"):
         found = module.read_attention(values, where)
@@ -204,6 +207,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **({"hidden_act": "silu"} if config.activation == "silu" else {}),
         **({"attention_bias": config.qkv_bias} if "attention_bias" in module.DEFAULTS else {}),
         **({"mlp_bias": config.mlp_bias} if "mlp_bias" in module.DEFAULTS else {}),
+        **({SOFTCAP: config.logits_softcap or None} if SOFTCAP in module.DEFAULTS else {}),
         **getattr(module, "write_rope", write_rope)(config, rope_keys(module)),
         **({"precision": asdict(config.precision)} if config.precision != MODELS_DTYPE else {}),
         **({"id2label": {"0": "score"}, "label2id": {"score": 0}} if config.score_head else {}),

@@ -34,6 +34,11 @@ def windows_if_used(values: dict[str, Any], where: str) -> dict[str, Any]:
     return read_windows(values, where, [SLIDING if layer >= first else FULL for layer in range(count)])
 
 
+def write_windows_if_used(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `windows_if_used`."""
+    return write_windows(config) | {"use_sliding_window": bool(config.windows)}
+
+
 def same_window(values: dict[str, Any], where: str) -> dict[str, Any]:
     """`read_windows` for families all of whose layers have the same window, or none. transformers ignores their
     `layer_types`, which must say the same. Raises UserError."""

@@ -6,7 +6,7 @@
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
 
 // tanh x within about two units in the last place (Cephes): x + x³ · P(x²) below 0.625, else from an exponential.
-__attribute__((always_inline)) static inline f32x16 tangent(f32x16 x) {
+INLINED f32x16 tangent(f32x16 x) {
     const f32x16 zero = {}, square = x * x, size = where_less(x, zero, -x, x);
     f32x16 y = splat(-5.70498872745e-3f);
     y = multiply_add(y, square, 2.06390887954e-2f);
