@@ -42,6 +42,7 @@ def test_samples_scores_and_losses_are_those_of_capped_logits():
     assert free.abs().max() > 2 * CAP and (free.log_softmax(-1) - expected[:, None]).abs().max() > 1
     row = pack([tokens])
     found = target_log_probs(model, row)[0]
+    # The head sums in float32, the definition in float64; the loss adds the same numbers in another order.
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(target_log_prob_sum(model, row, 1.0), found.sum(), rtol=1e-6, atol=0)
     assert torch.equal(score(model, [tokens])[0], found)
