@@ -27,7 +27,7 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
             f"precision.cache {shape.precision.cache} has no kernels for GPUs yet; sample with precision.cache none, "
             "or on a CPU"
         )
-    sizes, form = (shape.num_layers, num_pages, heads, shape.head_dim), shape.precision.cache
+    sizes, form = (shape.num_layers - shape.num_delta, num_pages, heads, shape.head_dim), shape.precision.cache
     return ops.KVCache(*sizes, model.dtype, model.device, values, form)
 
 

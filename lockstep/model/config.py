@@ -53,6 +53,51 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of the gated delta networks that replace attention in some layers (arXiv 2412.06464)."""
+
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    """A multiple of `key_heads`."""
+    key_dim: int
+    """Features of a head's queries and keys."""
+    value_dim: int
+    """Features of a head's values."""
+    width: int = 4
+    """Tokens that the convolution before the recurrence reads."""
+    fused: bool = False
+    """Whether the projections are two weights, with the rows of a key head together (Qwen3-Next), instead of four."""
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model: {name} of linear attention is {getattr(self, name)}; it must be at least 1")
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"model: linear attention has {self.value_heads} value heads, which is not a multiple of its "
+                f"{self.key_heads} key heads"
+            )
+        if self.width < 2:
+            raise UserError(f"model: the convolution of linear attention reads {self.width} tokens; at least 2")
+
+    @property
+    def queries(self) -> int:
+        """Features of all heads' queries, and of their keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all heads' values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.queries + self.values
+
+
+@dataclass(frozen=True)
 class Lora:
     """A low-rank adapter: to the products with the weights of `modules` it adds `scaling · B A x` (arXiv 2106.09685).
 
@@ -85,6 +130,8 @@ class ExpertsConfig:
     clamped: bool = False
     """Whether the experts are gpt-oss's: gate and up are interleaved in one product's outputs, the activation is
     clamped, and the router's and all experts' products have biases."""
+    shared_gate: bool = False
+    """Whether the shared feed-forward is multiplied by the sigmoid of a logit per token (Qwen3-Next)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward, of size `ModelConfig.intermediate_size`."""
 
@@ -167,6 +214,13 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     """Number of keys that a query sees in successive layers, including the one at its position; 0: all. The list
     repeats over the layers; empty: all layers see all keys."""
+    attention_gate: bool = False
+    """Whether each head's attended values are multiplied by the sigmoid of a gate, which is projected with its query
+    (Qwen3-Next)."""
+    delta: DeltaNet | None = None
+    """Sizes of the layers with linear attention, if any."""
+    delta_layers: tuple[bool, ...] = ()
+    """Whether successive layers have linear attention. The list repeats over the layers; empty: none has."""
     latent: Latent | None = None
     """Sizes of latent attention (DeepSeek-V3), which has one key-value head, with a key of `head_dim`."""
     fused: tuple[str, ...] = ()
@@ -213,6 +267,8 @@ class ModelConfig:
             name = "rope_dim" if self.latent else "rotated_features" if self.rotated_features else "head_dim"
             raise UserError(f"model: {name} is {self.rotary_dim}; rotary embedding needs an even one")
         self._check_latent()
+        if any(self.delta_layers) and self.delta is None:
+            raise UserError("model: delta_layers need the sizes of linear attention; set delta")
 
         if min(self.windows, default=0) < 0:
             raise UserError(f"model: windows are {list(self.windows)}; each must be a number of tokens, or 0 for all")
@@ -274,6 +330,15 @@ class ModelConfig:
         """Number of keys that a query sees in the layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
+    def is_delta(self, layer: int) -> bool:
+        """Whether the layer has linear attention."""
+        return self.delta_layers[layer % len(self.delta_layers)] if self.delta_layers else False
+
+    @property
+    def num_delta(self) -> int:
+        """Layers with linear attention."""
+        return sum(map(self.is_delta, range(self.num_layers)))
+
     def is_dense(self, layer: int) -> bool:
         """Whether the layer's feed-forward is dense."""
         return self.experts is None or layer in self.experts.dense_layers
@@ -307,12 +372,14 @@ class ModelConfig:
         return self._parameters(lambda experts: experts.routing.active)
 
     def _parameters(self, met: Callable[[ExpertsConfig], int]) -> int:
-        layers = self.num_layers * (self._attention_parameters + sum(map(bool, self.norms)) * self.dim)
+        layers = self.num_layers * sum(map(bool, self.norms)) * self.dim
+        layers += self.num_delta * self._delta_parameters
+        layers += (self.num_layers - self.num_delta) * self._attention_parameters
         layers += self.num_dense * self._dense_parameters(self.intermediate_size)
         if self.experts is not None:
             routed = 3 * self.dim * met(self.experts) * self.experts.intermediate_size
             if self.experts.shared_size:
-                routed += self._dense_parameters(self.experts.shared_size)
+                routed += self._dense_parameters(self.experts.shared_size) + self.experts.shared_gate * self.dim
             router = self.experts.count * (self.dim + self.experts.choice_bias + self.experts.clamped)
             if self.experts.clamped:
                 routed += met(self.experts) * (2 * self.experts.intermediate_size + self.dim)
@@ -326,11 +393,19 @@ class ModelConfig:
         return (inner + 1) * self.dim * size + (inner * size + self.dim if self.mlp_bias else 0)
 
     @property
+    def _delta_parameters(self) -> int:
+        """Parameters of a layer's linear attention, with the norm inside it."""
+        if (delta := self.delta) is None:
+            return 0
+        weights = self.dim * (delta.channels + 2 * delta.values + 2 * delta.value_heads)
+        return weights + delta.channels * delta.width + 2 * delta.value_heads + delta.value_dim
+
+    @property
     def _attention_parameters(self) -> int:
         """Parameters of a layer's attention, with the norms inside it."""
         if (latent := self.latent) is None:
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-            weights = 2 * self.dim * (queries + keys)
+            weights = (2 + self.attention_gate) * self.dim * queries + 2 * self.dim * keys
             weights += (queries + 2 * keys if self.qkv_bias else 0) + (self.dim if self.output_bias else 0)
             normed = {"none": 0, "all heads": queries + keys}.get(self.qk_norm, 2 * self.head_dim)
             return weights + normed + (self.num_heads if self.sinks else 0)

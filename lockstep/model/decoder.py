@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast, runtime_checkable
@@ -15,6 +15,7 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
+from lockstep.model.delta_net import DeltaNet
 from lockstep.model.formatted import FormattedWeight, formatted_weights
 from lockstep.model.latent import LatentAttention
 from lockstep.model.moe import feed_forward_of
@@ -22,8 +23,9 @@ from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
 from lockstep.precision import HEAD, Precision
 
-Projected = tuple[Tensor, Tensor, Tensor | None]
-"""Queries, keys and values of each token; None if the keys are the values."""
+Projected = tuple[Tensor | None, ...]
+"""What a layer's attention reads of each token, and last the gate of its result, if there is one. Attention reads
+queries, keys and values, None if the keys are the values; the delta rule reads what `ops.delta` says."""
 
 
 class Block(nn.Module):
@@ -40,7 +42,9 @@ class Block(nn.Module):
                 self.add_module(name, layers.Norm(config, dtype, device))
 
         add_norm(config.norms.before_attention)
-        if config.latent is None:
+        if config.is_delta(index):
+            self.linear_attn = DeltaNet(config, dtype, device)
+        elif config.latent is None:
             self.self_attn: layers.Attention | LatentAttention = layers.Attention(config, index, dtype, device)
         else:
             self.self_attn = LatentAttention(config, dtype, device)
@@ -48,6 +52,21 @@ class Block(nn.Module):
         add_norm(config.norms.before_mlp)
         self.mlp = feed_forward_of(config, index, dtype, device)
         add_norm(config.norms.after_mlp)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the layer has linear attention."""
+        return "linear_attn" in self._modules
+
+    @property
+    def mixer(self) -> layers.Attention | LatentAttention | DeltaNet:
+        """The part that mixes tokens: attention, or linear attention."""
+        return self.linear_attn if self.is_delta else self.self_attn
+
+    @property
+    def output(self) -> layers.Projection:
+        """The projection of what the mixer computes to the residual stream."""
+        return self.linear_attn.out_proj if self.is_delta else self.self_attn.o_proj
 
     def forward(
         self,
@@ -58,24 +77,25 @@ class Block(nn.Module):
         halves: Halves,
         row_counts: Tensor | None = None,
     ) -> Tensor:
-        """`attend` takes queries, keys, values and the layer's other attention parameters; `halves` calls the two
-        methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
-        attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
+        """`attend` takes what the first half projects, but its gate, and the mixer's other parameters; `halves` calls
+        the two methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
+        *read, gate = halves.before_attention(self, hidden, cos, sin)
+        attended = attend(*read, self.mixer.terms())
         # Here instead of around all layers: a checkpointed layer's backward calls this again.
         with ops.counted_rows(row_counts):
-            return halves.after_attention(self, hidden, attended)
+            return halves.after_attention(self, hidden, attended, gate)
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        return self.self_attn.project(self._read(hidden, self.names.before_attention), cos, sin)
+        return self.mixer.project(self._read(hidden, self.names.before_attention), cos, sin)
 
-    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        attended = self.self_attn.o_proj.project(self.self_attn.values(attended), self.chunks)
+    def after_attention(self, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        attended = self.output.project(self.mixer.values(attended, gate), self.chunks)
         hidden = self._added(hidden, attended, self.names.after_attention)
         return self._added(hidden, self.mlp(self._read(hidden, self.names.before_mlp)), self.names.after_mlp)
 
     def _read(self, hidden: Tensor, norm: str) -> Tensor:
         """What a half of the layer reads from the residual stream."""
-        read: Tensor = getattr(self, norm)(hidden) if norm else ops.every_row(hidden, self.self_attn.o_proj.weight)
+        read: Tensor = getattr(self, norm)(hidden) if norm else ops.every_row(hidden, self.output.weight)
         return read
 
     def _added(self, hidden: Tensor, branch: Tensor, norm: str) -> Tensor:
@@ -91,7 +111,7 @@ class Halves(Protocol):
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected: ...
 
-    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor: ...
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor: ...
 
 
 class Decoder(nn.Module):
@@ -143,9 +163,12 @@ class Decoder(nn.Module):
         """The residual stream after this module's blocks."""
         tables = self.rotary(positions)
         counts = getattr(attention, "row_counts", None)
-        for index, block in enumerate(self.layers):
-            cos, sin = tables[cast(Block, block).rope]
-            hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
+        places = [0, 0]  # among the layers of its kind: a cache has no room for the other's
+        for block in cast(Iterable[Block], self.layers):
+            cos, sin = tables[block.rope]
+            attend = partial(attention.delta if block.is_delta else attention, places[block.is_delta])
+            places[block.is_delta] += 1
+            hidden = block(hidden, cos, sin, attend, self.halves, counts)
         return hidden
 
     def formatted_weights(self) -> dict[str, FormattedWeight]:

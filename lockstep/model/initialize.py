@@ -29,6 +29,8 @@ from lockstep.ops.elementary import logarithm, polynomial
 BLOCK = 1 << 16
 """Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn separately."""
 
+RATE = 0.01
+"""The least rate of decay of a fresh delta network."""
 CENTRE = (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01)
 CENTRE_BELOW = (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01)
 TAIL = (1.4234372777e00, 2.7568153900e00, 1.3067284816e00, 1.7023821103e-01)
@@ -39,7 +41,7 @@ def build_model(
     config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
 ) -> Decoder:
     """Fresh weights: normal(0, 0.02), scaled by 1/√(2·layers) in projections into the residual stream; norms'
-    factors 1, biases and sinks 0.
+    factors 1, biases and sinks 0; of delta networks, see `_begin_recurrence`.
 
     Draws are float32, so a seed gives the same weights, rounded, in every dtype and on every processor. On the `meta`
     device nothing is allocated. Raises UserError if `config` is not a ModelConfig, and for a device that this machine
@@ -66,11 +68,13 @@ def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bo
     for name, parameter in model.named_parameters():
         if not wanted(name):
             continue
+        local, place = local_part(parameter)
+        if ".linear_attn." in name and _begin_recurrence(name, local, place, seed):
+            continue
         if parameter.ndim == 1 or name.endswith("_bias"):
             of_norm = 0.0 if model.config.norm_offset else 1.0
             parameter.fill_(of_norm if name.endswith(".weight") else 0.0)
             continue
-        local, place = local_part(parameter)
         if is_adapter(name):
             _begin_adapter(name, parameter, seed)
             continue
@@ -81,6 +85,23 @@ def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bo
         for expert in range(place[0].start, place[0].stop):
             values = local[expert - place[0].start]
             _draw(values, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
+
+
+def _begin_recurrence(name: str, local: Tensor, place: tuple[slice, ...], seed: int) -> bool:
+    """Initializes a parameter of a delta network other than its projections; False for these. As in transformers, rates
+    are uniform between 0 and 16, step biases and the norm's factors 1; the convolution is uniform between ±1/√width."""
+    if name.endswith((".dt_bias", ".norm.weight")):
+        local.fill_(1.0)
+    elif name.endswith(".conv1d.weight"):
+        width = local.shape[-1]
+        _draw(local[:, 0], (place[0], place[2]), width, 2 / math.sqrt(width), f"{seed}/{name}", uniform)
+    elif name.endswith(".A_log"):
+        rates = torch.empty(len(local), 1)
+        _draw(rates, (place[0], slice(0, 1)), 1, 16.0, f"{seed}/{name}", uniform)
+        local.copy_((rates[:, 0] + 8.0).clamp(min=RATE).log())
+    else:
+        return False
+    return True
 
 
 def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
@@ -94,7 +115,7 @@ def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
 def _standard_deviation(name: str, config: ModelConfig) -> float:
     if is_score_head(name):
         return 1 / math.sqrt(config.dim + 1)
-    into_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
+    into_residual = name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj"))
     return 0.02 / math.sqrt(2 * config.num_layers) if into_residual else 0.02
 
 

@@ -42,8 +42,9 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Weight(rows, latent.kv_rank, dtype=dtype, device=device)
         self.o_proj = Projection(config.dim, heads * latent.value_dim, dtype=dtype, device=device)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Queries `[tokens, heads, key_dim]`, and the one key `[tokens, 1, key_dim]`, which is also the value."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Queries `[tokens, heads, key_dim]`, and the one key `[tokens, 1, key_dim]`, which is also the value; no
+        gate."""
         latent = self.latent
         queries = self._queries(x).view(x.shape[0], -1, latent.nope_dim + latent.rope_dim)
         absorbed = ops.head_linear(
@@ -53,13 +54,13 @@ class LatentAttention(nn.Module):
         key = _normed(compressed[..., : latent.kv_rank], self.kv_a_layernorm.weight)
         rotated = self._rotated(queries[..., latent.nope_dim :], cos, sin)
         rotated_key = self._rotated(compressed[..., latent.kv_rank :], cos, sin)
-        return torch.cat((absorbed, rotated), -1), torch.cat((key, rotated_key), -1), None
+        return torch.cat((absorbed, rotated), -1), torch.cat((key, rotated_key), -1), None, None
 
     def terms(self) -> ops.Terms:
         """The scale of the scores, since the width of queries and keys is not that of the heads they represent."""
         return ops.Terms(scale=self.scale)
 
-    def values(self, attended: Tensor) -> Tensor:
+    def values(self, attended: Tensor, gate: Tensor | None) -> Tensor:
         """Each head's attended values, `[tokens, heads · value_dim]`."""
         latent = self.latent
         attended = attended[..., : latent.kv_rank]

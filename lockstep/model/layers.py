@@ -106,7 +106,7 @@ class Attention(nn.Module):
             parts = (queries, keys, keys)
             self.qkv_proj = projection(sum(parts), config.dim, parts=parts)
         else:
-            self.q_proj = projection(queries, config.dim)
+            self.q_proj = projection(2 * queries if config.attention_gate else queries, config.dim)
             self.k_proj = projection(keys, config.dim)
             self.v_proj = projection(keys, config.dim)
         self.o_proj = Projection(config.dim, queries, dtype=dtype, device=device, bias=config.output_bias)
@@ -117,16 +117,23 @@ class Attention(nn.Module):
             self.q_norm = Norm(config, dtype, device, queries if whole else config.head_dim)
             self.k_norm = Norm(config, dtype, device, keys if whole else config.head_dim)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each; and the gate, if there is one,
+        `[tokens, heads · head_dim]`."""
         q, k, v = (each.view(x.shape[0], -1, self.config.head_dim) for each in self._projected(x))
+        gate = None
+        if self.config.attention_gate:
+            q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+            q, gate = q.contiguous(), gate.flatten(1)
         if self.config.qk_norm == "all heads":
             q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
         elif self.config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.is_rotated:
             q, k = self._rotated(q, k, cos, sin)
-        return (q, k, v) if self.cache == ops.NONE else (q, ops.cache_rounded(k), ops.cache_rounded(v))
+        if self.cache != ops.NONE:
+            k, v = ops.cache_rounded(k), ops.cache_rounded(v)
+        return q, k, v, gate
 
     def _projected(self, x: Tensor) -> Sequence[Tensor]:
         if "qkv_proj" not in self.config.fused:
@@ -140,9 +147,9 @@ class Attention(nn.Module):
             of_keys, of_queries = ((cos[:, kind].contiguous(), sin[:, kind].contiguous()) for kind in (0, 1))
         return ops.rotary(q, *of_queries, neighbors), ops.rotary(k, *of_keys, neighbors)
 
-    def values(self, attended: Tensor) -> Tensor:
+    def values(self, attended: Tensor, gate: Tensor | None) -> Tensor:
         """The attended values of all heads, `[tokens, heads · head_dim]`."""
-        return attended.flatten(1)
+        return attended.flatten(1) if gate is None else ops.sigmoid_mul(gate, attended.flatten(1))
 
     def terms(self) -> ops.Terms:
         """Attention's parameters other than queries, keys and values."""

@@ -4,12 +4,14 @@ Each has a plain PyTorch form, which defines it, a compiled CPU form, and a Trit
 only imports torch and numpy, and triton for CUDA tensors.
 """
 
-from lockstep.ops.activation import clamped_swiglu, gelu_mul, relu_squared, silu_mul
+from lockstep.ops.activation import clamped_swiglu, gelu_mul, relu_squared, sigmoid_mul, silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PagedAttention
 from lockstep.ops.attention_reference import Terms
 from lockstep.ops.bias import add_bias, add_grouped_bias
 from lockstep.ops.branches import branch_norm, every_row, fused_linear, parts_of
 from lockstep.ops.cache_codes import cache_rounded
+from lockstep.ops.delta_cache import NO_STATE, DeltaCache, DeltaSizes, DeltaStep
+from lockstep.ops.delta_reference import CHUNK, DeltaTerms
 from lockstep.ops.elementary import exp, log, log_sigmoid, sigmoid
 from lockstep.ops.embedding import embedding
 from lockstep.ops.expert_load import ExpertLoad, counted_rows
@@ -40,18 +42,19 @@ from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
-    "ARITHMETICS", "BLOCK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "PAGE", "Arena", "Attention",
-    "ExpertLoad", "Format", "HeadTerms", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights",
-    "PagedAttention", "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms",
-    "Unrecordable", "adamw_factors", "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm",
-    "cache_rounded", "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw",
-    "draw_scaled", "drawing", "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear",
-    "fused_linear", "gelu_mul", "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear",
-    "int8_linear", "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum",
-    "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes",
-    "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic",
-    "sigmoid", "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total",
-    "uniforms", "unrecorded",
+    "ARITHMETICS", "BLOCK", "CHUNK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "NO_STATE", "PAGE",
+    "Arena", "Attention", "DeltaCache", "DeltaSizes", "DeltaStep", "DeltaTerms", "ExpertLoad", "Format",
+    "HeadTerms", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention", "PieceAttention",
+    "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors",
+    "adamw_step", "add_bias", "add_grouped_bias", "arithmetic", "branch_norm", "cache_rounded", "clamped_experts",
+    "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding",
+    "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul",
+    "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
+    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
+    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "recorded_routes", "relu_squared",
+    "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "sample", "set_arithmetic", "sigmoid",
+    "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs",
+    "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()

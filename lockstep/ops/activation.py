@@ -44,6 +44,11 @@ def clamped_swiglu(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"
     return _clamped_swiglu(gate, up)
 
 
+def sigmoid_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
+    """`sigmoid(gate) * up`: gated attention (arXiv 2505.06708)."""
+    return _sigmoid_mul(gate, up)
+
+
 def relu_squared(x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`relu(x)²` (arXiv 2109.08668): one rounded product, so every form has the same bits."""
     if torch.compiler.is_compiling() or not (native.usable(x) or cuda.usable(x)):
@@ -142,7 +147,7 @@ def _gated(
 
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        if native.usable(gate) or cuda.usable(gate):
+        if name in KERNELS and (native.usable(gate) or cuda.usable(gate)):
             return _kernel(name, gate, up)
         return plain_form(gate.float(), up.float()).to(gate.dtype)
 
@@ -150,7 +155,7 @@ def _gated(
         grad: Tensor, gate: Tensor, up: Tensor, needed: tuple[bool, bool] = (True, True)
     ) -> tuple[Tensor, Tensor]:
         gate, up = gate.contiguous(), up.contiguous()
-        if native.usable(gate) or cuda.usable(gate):
+        if name in KERNELS and (native.usable(gate) or cuda.usable(gate)):
             return _kernel_gradients(name, grad, gate, up)
         of_gate, of_up = plain_slopes(gate.float(), up.float())
         return (grad.float() * of_gate).to(gate.dtype), (grad.float() * of_up).to(up.dtype)
@@ -200,5 +205,16 @@ def _gelu_slopes(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return up * sigmoid * (1 + inner * (1 - sigmoid)), value * sigmoid
 
 
+def _sigmoid_form(gate: Tensor, up: Tensor) -> Tensor:
+    return 1 / (1 + plain.exp(-gate)) * up
+
+
+def _sigmoid_slopes(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = 1 / (1 + plain.exp(-gate))
+    return up * sigmoid * (1 - sigmoid), sigmoid
+
+
+KERNELS = ("clamped_swiglu", "gelu_mul")
+_sigmoid_mul = _gated("sigmoid_mul", _sigmoid_form, _sigmoid_slopes)
 _clamped_swiglu = _gated("clamped_swiglu", _clamped_form, _clamped_slopes)
 _gelu_mul = _gated("gelu_mul", _gelu_form, _gelu_slopes)

@@ -7,8 +7,6 @@ tokens up to it: not on the chunk it came in, its neighbors, or the pages that c
 
 from __future__ import annotations
 
-import math
-import mmap
 import warnings
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -21,6 +19,9 @@ from torch import Tensor
 from lockstep.ops import cuda, native
 from lockstep.ops.attention_reference import PLAIN, Terms, attend_reference, write_pages_reference
 from lockstep.ops.cache_codes import CODES, SCALES
+from lockstep.ops.delta_cache import DeltaStep, paged_delta
+from lockstep.ops.delta_reference import DeltaTerms
+from lockstep.ops.zeros_on_demand import zeros_on_demand
 
 PAGE = 16
 """Tokens per cache page."""
@@ -45,6 +46,17 @@ class Attention(Protocol):
         v: Float[Tensor, "tokens kv_heads head_dim"] | None,
         terms: Terms = PLAIN,
     ) -> Float[Tensor, "tokens heads head_dim"]: ...
+
+    def delta(
+        self,
+        layer: int,
+        mixed: Float[Tensor, "tokens channels"],
+        b: Float[Tensor, "tokens value_heads"],
+        a: Float[Tensor, "tokens value_heads"],
+        terms: DeltaTerms,
+    ) -> Float[Tensor, "tokens value_heads value_dim"]:
+        """What a layer computes with the delta rule instead, which replaces attention in some (`ops.delta`)."""
+        ...
 
 
 class KVCache:
@@ -95,27 +107,13 @@ class KVCache:
         return sum(pages.nbytes for pages in self.tensors())
 
 
-def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
-    """`torch.zeros`; on a CPU, only pages that have been written to use memory.
-
-    So a large, sparsely used cache costs little and is available at once: unwritten pages of a mapping read as zero.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or native.is_pretending() or nbytes == 0:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # huge pages, as torch uses for large tensors (`THP_MEM_ALLOC_ENABLE`)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
-
-
 class PagedAttention:
     """The generator's attention for one step: writes this step's keys and values into the pages, then attends.
 
     block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, sequence by
     sequence; None: one each, and sequences at the end with a context of 0 are padding. context_lengths: keys of each
     sequence after this step, including its queries. Rows after them are padding: nothing is written for them and their
-    output is zero.
+    output is zero. delta: where the sequences' states are, if layers have the delta rule instead.
 
     With one row each, the Triton forms do not synchronize with the device, so a CUDA graph can capture it.
     """
@@ -126,8 +124,9 @@ class PagedAttention:
         block_table: Int[Tensor, "sequences pages"],
         query_lengths: Int[Tensor, "sequences"] | None,
         context_lengths: Int[Tensor, "sequences"],
+        delta: DeltaStep | None = None,
     ):
-        self.cache = cache
+        self.cache, self._delta = cache, delta
         like = cache.keys.new_empty(0, dtype=cache.dtype)
         if query_lengths is None and not in_triton(like, cache.values):
             count = int((context_lengths > 0).sum())
@@ -158,6 +157,10 @@ class PagedAttention:
         tokens = self.slots.shape[0]
         write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
         return attend(q, keys, values, self.table, self.starts, self.contexts, tokens, terms)[0]
+
+    def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> Tensor:
+        assert self._delta is not None, "layers with the delta rule need its states"
+        return paged_delta(mixed, b, a, terms, layer, self._delta, self.starts, self.contexts)
 
 
 def row_starts(lengths: Tensor) -> Tensor:

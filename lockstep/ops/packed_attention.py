@@ -13,6 +13,8 @@ from torch import Tensor
 from lockstep.ops.attention import PAGE, attend, in_triton, paged_width, row_starts, slots_of, write_pages
 from lockstep.ops.attention_gradient import Attended, Gradients, attend_backward, attend_or_train
 from lockstep.ops.attention_reference import PLAIN, Terms
+from lockstep.ops.delta import delta
+from lockstep.ops.delta_reference import DeltaTerms
 
 
 class PackedAttention:
@@ -69,6 +71,9 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
         return attend_or_train(self, q, k, v, terms)
+
+    def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> Tensor:
+        return delta(mixed, b, a, terms, self.starts)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:
         """The attended values and, for the gradient, the log of each row's sum of weights `[tokens, heads]`."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from lockstep.ops.attention import in_triton
 from lockstep.ops.attention_gradient import Attended, Gradients, attend_or_train
 from lockstep.ops.attention_reference import PLAIN, Terms
+from lockstep.ops.delta import delta
+from lockstep.ops.delta_reference import DeltaTerms
 from lockstep.ops.packed_attention import PackedAttention, PieceAttention
 
 
@@ -61,6 +63,13 @@ class SharedPrefixAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> Tensor:
         return attend_or_train(self, q, k, v, terms)
+
+    def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> Tensor:
+        """Computes shared rows again for each sequence that omits them, from the same inputs."""
+        keys, whole = self._on_host.keys, self.pieces.whole
+        mixed, b, a = (x.index_select(0, keys) for x in (mixed, b, a))
+        out = delta(mixed, b, a, terms, whole.starts)
+        return out.index_select(0, self._on_host.packed)
 
     def forward(
         self,

@@ -36,6 +36,7 @@ from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PROBE_ROWS = 96
+PROJECTED = ("queries", "keys", "values", "gates")
 PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
 # Rounds where eager PyTorch rounds. Without it, one fused kernel keeps float32 where another, split differently, rounds
 # to bfloat16, and the forward pass for the gradient is split differently.
@@ -101,7 +102,7 @@ def _one_of_each_kind(model: Decoder) -> list[Block]:
         assert isinstance(block, Block)
         shapes = tuple((name, weight.shape) for name, weight in block.named_parameters())
         formats = tuple((name, each.format) for name, each in formatted_weights(block))
-        kinds.setdefault((shapes, formats, getattr(block.self_attn, "is_rotated", True)), block)
+        kinds.setdefault((shapes, formats, getattr(block.mixer, "is_rotated", True)), block)
     return list(kinds.values())
 
 
@@ -117,22 +118,23 @@ class CompiledHalves:
         self._after = torch.compile(halves.after_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        q, k, v = self._call(self._before, block, hidden, cos, sin)
-        if hidden.shape[0] > 1:
-            return q, k, v
-        return _every_other(q), _every_other(k), None if v is None else _every_other(v)
+        parts: Projected = self._call(self._before, block, hidden, cos, sin)
+        return parts if hidden.shape[0] > 1 else tuple(part if part is None else _every_other(part) for part in parts)
 
-    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
-        out: Tensor = self._call(self._after, block, hidden, attended)
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        out: Tensor = self._call(self._after, block, hidden, attended, gate)
         return out if hidden.shape[0] > 1 else _every_other(out)
 
-    def _call(self, function: Any, block: Block, *rows: Tensor) -> Any:
+    def _call(self, function: Any, block: Block, hidden: Tensor, *others: Tensor | None) -> Any:
         from torch import _dynamo
 
+        rows: tuple[Tensor | None, ...] = (hidden, *others)
         # A single row would be compiled separately, so it is doubled, which does not change its bits.
-        rows = rows if rows[0].shape[0] > 1 else tuple(x.repeat_interleave(2, 0) for x in rows)
+        if hidden.shape[0] == 1:
+            rows = tuple(x if x is None else x.repeat_interleave(2, 0) for x in rows)
         for x in rows:
-            _dynamo.mark_dynamic(x, 0)
+            if x is not None:
+                _dynamo.mark_dynamic(x, 0)
         before = _dynamo.config.error_on_recompile
         _dynamo.config.error_on_recompile = self.frozen
         try:
@@ -233,10 +235,13 @@ class _Probe:
     ):
         self.block, self.halves, self.group, self.trains = block, halves, group, trains
         generator = torch.Generator().manual_seed(0)
-        config, dtype = model.config, block.self_attn.o_proj.weight.dtype
-        heads = config.num_heads // (group.size() if group else 1)
+        config, dtype = model.config, block.output.weight.dtype
+        heads, width = config.num_heads, config.head_dim
+        if block.is_delta and config.delta is not None:
+            heads, width = config.delta.value_heads, config.delta.value_dim
+        heads //= group.size() if group else 1
         self.hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
-        self.attended = torch.randn(PROBE_ROWS, heads, config.head_dim, generator=generator).to(model.device, dtype)
+        self.attended = torch.randn(PROBE_ROWS, heads, width, generator=generator).to(model.device, dtype)
         self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))[block.rope]
 
     def require_gradients(self, hidden: bool, attended: bool | None = None) -> None:
@@ -245,7 +250,7 @@ class _Probe:
         self.attended.requires_grad_(hidden if attended is None else attended)
 
     def outputs(self, rows: slice) -> list[Tensor]:
-        """Queries, keys, values if they are separate, and the block's output for these rows."""
+        """What the first half projects, and the block's output for these rows."""
         # Copies, since tensors that are marked dynamic stay marked.
         cos, sin = (table[rows].clone() for table in self.tables)
         hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
@@ -253,12 +258,13 @@ class _Probe:
         if shared:
             hidden = exchanged(hidden, shared, local_rows, gather_rows)
         first = self.halves.before_attention(self.block, hidden, cos, sin)
-        out = self.halves.after_attention(self.block, hidden, attended)
+        out = self.halves.after_attention(self.block, hidden, attended, first[-1])
         local = exchanged(out, shared, gather_rows, local_rows) if shared else out
         return [*(part for part in first if part is not None), local]
 
     def differences(self, rows: slice, expected: list[Tensor]) -> Iterator[str]:
-        names = ("queries", "keys", "values")[: len(expected) - 1]
+        kinds = ("inputs", "strengths", "decays", "gates") if self.block.is_delta else PROJECTED
+        names = kinds[: len(expected) - 1]
         for name, output, reference in zip((*names, "the block's output"), self.outputs(rows), expected):
             if not torch.equal(output, reference[rows]):
                 count = rows.stop - rows.start

@@ -115,8 +115,13 @@ class OneKeyValueHead:
         self.local = slice(head, head + 1)
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        q, k, v = block.before_attention(hidden, cos, sin)
-        return q, k[:, self.local].contiguous(), None if v is None else v[:, self.local].contiguous()
+        if block.is_delta:
+            return block.before_attention(hidden, cos, sin)
+        q, k, v, gate = block.before_attention(hidden, cos, sin)
+        return q, self._own(k), self._own(v), gate
 
-    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
-        return block.after_attention(hidden, attended)
+    def _own(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[:, self.local].contiguous()
+
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        return block.after_attention(hidden, attended, gate)
