@@ -25,7 +25,7 @@ def delta(
     b: Float[Tensor, "rows value_heads"],
     a: Float[Tensor, "rows value_heads"],
     terms: DeltaTerms,
-    starts: Int[Tensor, "sequences_and_one"],
+    starts: Int[Tensor, "sequences+1"],
 ) -> Float[Tensor, "rows value_heads value_dim"]:
     """The outputs of whole sequences, which begin at `starts`, int32, whose last element is the number of their rows;
     rows after them are padding, with outputs of zero.
@@ -45,7 +45,7 @@ class _Delta(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, key_heads, key_dim, starts = arguments
         mixed, b, a, *weights = inputs
-        terms = DeltaTerms(*weights, key_heads, key_dim)
+        terms = DeltaTerms(weights[0], weights[1], weights[2], key_heads, key_dim)
         out, states = saved_output("attention", lambda: _forward(mixed, b, a, terms, starts))
         ctx.save_for_backward(*inputs, starts, states)
         ctx.sizes = key_heads, key_dim
@@ -53,8 +53,8 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, b, a, *weights, starts, states = ctx.saved_tensors
-        terms = DeltaTerms(*weights, *ctx.sizes)
+        mixed, b, a, conv, rates, bias, starts, states = ctx.saved_tensors
+        terms = DeltaTerms(conv, rates, bias, *ctx.sizes)
         return *_gradients(grads[0], mixed, b, a, terms, starts, states), None, None, None
 
 

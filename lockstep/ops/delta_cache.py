@@ -108,7 +108,7 @@ def paged_delta(
     terms: DeltaTerms,
     layer: int,
     step: DeltaStep,
-    starts: Int[Tensor, "sequences_and_one"],
+    starts: Int[Tensor, "sequences+1"],
     contexts: Int[Tensor, "sequences"],
 ) -> Float[Tensor, "rows value_heads value_dim"]:
     """The outputs of this step's rows, as `delta` computes them, whose states and rows the cache then has.

@@ -62,12 +62,11 @@ class OpenChunk(NamedTuple):
 
     @classmethod
     def empty(cls, terms: DeltaTerms) -> OpenChunk:
-        heads = terms.value_heads
-        options = {"dtype": torch.float32, "device": terms.conv.device}
+        heads, device = terms.value_heads, terms.conv.device
         return cls(
-            torch.zeros(terms.key_heads, terms.key_dim, CHUNK, **options),
-            torch.zeros(heads, CHUNK, terms.value_dim, **options),
-            torch.zeros(heads, CHUNK, **options),
+            torch.zeros(terms.key_heads, terms.key_dim, CHUNK, device=device),
+            torch.zeros(heads, CHUNK, terms.value_dim, device=device),
+            torch.zeros(heads, CHUNK, device=device),
         )
 
 
