@@ -1,6 +1,6 @@
 """Sampling with log-probabilities against vLLM and transformers: the same weights, prompts, lengths and dtype.
 
-Run: python benchmarks/generation.py [--work batch|qwen2|small|one|shared|start] [--dtype float32] (all: half an hour)
+Run: python benchmarks/generation.py [--work batch|qwen2|hybrid|small|one|shared|start] [--dtype float32] (all: half an hour)
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Work:
 WORKS = {
     "batch": Work("qwen3:0.6b", 151936, prompts=32, length=128, new=64),
     "qwen2": Work("qwen2:0.5b", 151936, prompts=32, length=128, new=64),
+    "hybrid": Work("qwen3_5:0.8b", 248320, prompts=16, length=512, new=64, peers=("transformers",), rounds=1),
     "small": Work("qwen3:tiny", 2048, prompts=64, length=64, new=128, peers=("vLLM", "transformers"), rounds=3),
     "one": Work("qwen3:0.6b", 151936, prompts=1, length=32, new=256),
     "shared": Work(
