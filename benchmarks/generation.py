@@ -1,6 +1,6 @@
 """Sampling with log-probabilities against vLLM and transformers: the same weights, prompts, lengths and dtype.
 
-Run: python benchmarks/generation.py [--work batch|qwen2|hybrid|small|one|shared|start] [--dtype float32] (all: half an hour)
+Run: python benchmarks/generation.py [--work batch|qwen2|hybrid|small|one|shared|start] [--dtype float32]
 """
 
 from __future__ import annotations
