@@ -202,6 +202,11 @@ class HuggingFaceTokenizer:
         _write(folder / "tokenizer_config.json", json.dumps(settings))
         _write_all(folder, self.carried)
 
+    def definition(self) -> str:
+        """The tokenizer as the content of a `tokenizer.json`."""
+        definition: str = self._backend.to_str()
+        return definition
+
     def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:
         """Adds `added_tokens_decoder` in order of ids, and the named special tokens that are in the vocabulary.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
@@ -41,6 +42,12 @@ class StepBatch:
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each sampled row."""
         return [params for chunk in self.sampled for params in [chunk.sequence.params] * (1 + len(chunk.draft_tokens))]
+
+    @cached_property
+    def adjustments(self) -> list[Adjustment | None]:
+        """What changes the logits of each sampled row; rows with drafts have nothing that does."""
+        runs = [(chunk.sequence.adjustment, 1 + len(chunk.draft_tokens)) for chunk in self.sampled]
+        return [adjustment for adjustment, count in runs for _ in range(count)]
 
     def table_of_rows(self) -> Tensor:
         """The pages of each row's sequence."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.generate.adjustments import Adjustment, adjusted_logits
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.routes import routes_of_rows, written
 from lockstep.generate.runner import Runner
@@ -22,7 +24,7 @@ class Draw(NamedTuple):
     token: int
     log_prob: float
     truncated_log_prob: float
-    """Among the tokens that top-k, top-p and min-p leave."""
+    """Under the distribution that it was drawn from."""
     top: list[tuple[int, float]]
     """The likeliest tokens and their log-probabilities, as many as requested."""
     route: str
@@ -55,12 +57,32 @@ def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
             assert hidden is not None
             logits = model.logits(hidden[batch.sampled_rows[part]])
         sampling = [values[part] for values in batch.sampling]
-        tokens, log_probs, truncated = runner.sampler.sample(logits, *sampling)
+        tokens, log_probs, truncated = _sample(logits, sampling, batch.adjustments[part], runner)
         tops: list[list[tuple[int, float]]] = [[]] * len(params[part])
         if any(counts := [p.top_logprobs for p in params[part]]):
             tops = runner.sampler.top_log_probs(logits, sampling[0], counts)
         draws += map(Draw, tokens.tolist(), log_probs.tolist(), truncated.tolist(), tops, routes[part])
     return draws
+
+
+def _sample(
+    logits: Tensor, sampling: list[Tensor], adjustments: list[Adjustment | None], runner: Runner
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A token per row, its log-probability among all tokens, and that under the distribution it was drawn from."""
+    sampler = runner.sampler
+    places = [row for row, each in enumerate(adjustments) if each is not None]
+    if not places:
+        drawn: tuple[Tensor, Tensor, Tensor] = sampler.sample(logits, *sampling)
+        return drawn
+    others = [row for row, each in enumerate(adjustments) if each is None]
+    chosen = logits[places]
+    changed = adjusted_logits(chosen, [each for each in adjustments if each], runner.vocabulary)
+    parts = [sampler.sample(chosen, *(values[places] for values in sampling), adjusted=changed)]
+    if others:
+        parts.append(sampler.sample(logits[others], *(values[others] for values in sampling)))
+    order = torch.tensor(places + others).argsort()
+    tokens, log_probs, truncated = (torch.cat(each)[order] for each in zip(*parts))
+    return tokens, log_probs, truncated
 
 
 def _recorded_routes(batch: StepBatch, runner: Runner) -> AbstractContextManager[list[Tensor]]:

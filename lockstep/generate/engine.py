@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
+from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft, margin
 from lockstep.generate.draws import Draw, draw
+from lockstep.generate.grammars import Grammars
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.runner import Runner, make_cache
@@ -199,6 +202,7 @@ class Engine:
                 prompt_length=len(prompt),
                 stop_ids=stop_ids,
                 decoder=StreamDecoder(decodes, context) if decodes else None,
+                adjustment=self._adjustment(params, prompt, stop_ids) if params.adjusts else None,
                 requested_at=now,
             )
             for index in range(params.n)
@@ -208,6 +212,17 @@ class Engine:
         self._requests[request_id] = sequences
         self.scheduler.waiting.extend(sequence for sequence in sequences if sequence.finish_reason is None)
         return request_id
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of samples. A server compiles one before it adds the request, outside of the engine's thread."""
+        if self.tokenizer is None:
+            raise UserError("a grammar needs a tokenizer; pass one to Engine")
+        return Grammars(self.tokenizer, self.model.config.vocab_size, self.model.config.eos_token_ids)
+
+    def _adjustment(self, params: SamplingParams, prompt: list[int], stop_ids: frozenset[int]) -> Adjustment:
+        matcher = self.grammars.matcher(params.grammar) if params.grammar else None
+        return Adjustment(params, prompt, stop_ids, matcher)
 
     def samples(self, request_id: int) -> ListLike[Sequence]:
         """The samples of an unfinished request. They grow as the engine steps, until they have a `finish_reason`."""
@@ -380,9 +395,11 @@ class Engine:
         return events
 
     def _append_draw(self, sequence: Sequence, draw: Draw) -> TokenEvent:
+        problem = ""
         if math.isfinite(draw.log_prob):
             sequence.append(draw.token, draw.log_prob, draw.truncated_log_prob, draw.route)
-        else:
+            problem = sequence.adjustment.problem if sequence.adjustment else ""
+        if problem or not math.isfinite(draw.log_prob):
             sequence.finish_reason = "error"
         return TokenEvent(
             request_id=sequence.request_id,
@@ -394,6 +411,7 @@ class Engine:
             top_logprobs=draw.top,
             truncated_logprob=draw.truncated_log_prob if sequence.params.truncates else None,
             route=draw.route,
+            problem=problem,
         )
 
     def _broken(self, sequence: Sequence) -> list[Sequence]:
@@ -429,6 +447,11 @@ class Engine:
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
         self.check_length(len(prompt), params.max_tokens)
+        vocab = self.model.config.vocab_size
+        if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
+            raise UserError(f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}")
+        if params.grammar and params.ignore_eos:
+            raise UserError("a grammar ends a sample with an end-of-text token, which ignore_eos would ignore; use one")
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; pass one to Engine, or use stop_token_ids")
 

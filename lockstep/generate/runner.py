@@ -13,6 +13,7 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
+from lockstep.ops.vocabulary import Whole
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
 
@@ -58,6 +59,8 @@ class Runner:
         self.model = model
         self.cache = cache
         self.sampler = sampler_of(model)
+        self.vocabulary = Whole(model.config.vocab_size) if self.sampler is ops else self.sampler.part
+        """The part of the vocabulary that this rank has the logits of."""
 
     @property
     def most_rows(self) -> int:

@@ -17,7 +17,8 @@ LARGEST_TOP_K = 2**31 - 1
 """Larger than any vocabulary, and fits in a tensor."""
 KINDS = {
     "max_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "n": int, "seed": int,
-    "top_logprobs": int,
+    "top_logprobs": int, "min_tokens": int, "frequency_penalty": float, "presence_penalty": float,
+    "repetition_penalty": float,
 }  # fmt: skip
 MOST_SAMPLES = 2**16
 """Per prompt: every sample is allocated before the first one is computed."""
@@ -47,6 +48,20 @@ class SamplingParams:
     """Stop after the token that completes this string, or any of these; needs a tokenizer. Stored as a tuple."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
+    min_tokens: int = 0
+    """Do not sample a token that ends the sample before this many tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token and what is added to its logit."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a sampled token for each time that it was sampled."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each sampled token."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of the tokens of prompt and sample, and multiplies their negative ones (arXiv
+    1909.05858)."""
+    grammar: str = ""
+    """The sample must follow this grammar: what `generate.grammars` makes of a JSON schema, a regular expression or a
+    Lark grammar. Needs a tokenizer and llguidance."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many of the likeliest tokens at every position."""
     routes: RoutesForm = ""
@@ -64,6 +79,10 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("n", 1 <= self.n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
             ("routes", self.routes in get_args(RoutesForm), "digest, whole, or empty"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens, {self.max_tokens}"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, up to 100"),
             ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
             ("stop", all(stops), "of strings that are not empty"),
         ]
@@ -78,17 +97,34 @@ class SamplingParams:
         ids = self.stop_token_ids
         if not isinstance(ids, Collection) or any(type_problem("", token, int) for token in ids):
             _refuse(f"stop_token_ids is {ids!r:.60}; it must be a tuple of whole numbers")
+        pairs = self.logit_bias
+        if not isinstance(pairs, Collection) or not all(map(_is_bias, pairs)):
+            _refuse(f"logit_bias is {pairs!r:.60}; it must be pairs of a token and a number from -100 to 100")
+        _refuse(type_problem("grammar", self.grammar, str))
         if any(type_problem("", text, str) for text in self.stop):
             _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 
     @cached_property
     def truncates(self) -> bool:
-        """Whether some tokens are excluded from the draw."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether the draw is from another distribution than the model's at the sampling temperature."""
+        return self.adjusts or (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0))
+
+    @cached_property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before the draw (`generate.adjustments`)."""
+        penalties = self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+        return penalties or bool(self.logit_bias) or self.min_tokens > 0 or bool(self.grammar)
 
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens after which a sample ends, for a model with these end-of-text tokens."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
+
+
+def _is_bias(pair: Any) -> bool:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return False
+    token, bias = pair
+    return not type_problem("", token, int) and token >= 0 and not type_problem("", bias, float) and abs(bias) <= 100
 
 
 def _refuse(problem: str) -> None:
@@ -98,8 +134,11 @@ def _refuse(problem: str) -> None:
 
 def sampling_params_of(plain: dict[str, Any]) -> SamplingParams:
     """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
-    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
-    return SamplingParams(**values)
+    return SamplingParams(**{name: _without_lists(value) for name, value in plain.items()})
+
+
+def _without_lists(value: Any) -> Any:
+    return tuple(map(_without_lists, value)) if isinstance(value, list) else value
 
 
 @dataclass
@@ -112,7 +151,8 @@ class Completion:
     """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` returns."""
     finish_reason: FinishReason
     truncated_logprobs: list[float] = field(default_factory=list)
-    """log p of each among the tokens that top_k, top_p and min_p leave, with which it was drawn. Empty without them."""
+    """log p of each under the distribution that it was drawn from, with adjusted logits and among the tokens that
+    grammar, top_k, top_p and min_p leave. Empty if the request has none of these."""
     versions: list[int] = field(default_factory=list)
     """The version of the weights that each was sampled from, if weights can change in between; else empty."""
     routes: list[str] = field(default_factory=list)
@@ -131,20 +171,25 @@ class TokenEvent:
     logprob: float
     """At the sampling temperature, over the whole vocabulary."""
     finish_reason: FinishReason | None
-    """`error`: the logits are not finite, the whole request has ended; token and log-probability are meaningless."""
+    """`error`: the logits are not finite, or its grammar cannot be followed any more; the whole request has ended, token
+    and log-probability are meaningless."""
     weights_version: int
     """The version of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]
     """The likeliest tokens with their log-probabilities, best first, as many as requested."""
     truncated_logprob: float | None = None
-    """Among the tokens that top_k, top_p and min_p leave; None if the request uses none of them."""
+    """Under the distribution that it was drawn from; None if that is the model's."""
     route: str = ""
     """The experts that computed `logprob`, as `generate.routes` writes them; empty unless requested."""
+    problem: str = ""
+    """Why the request ends with `error`, if not because its logits are not finite."""
 
 
 def raise_broken(event: TokenEvent, request: str) -> None:
     """Raises UserError, naming the request, for an event that ends it because its logits are not finite."""
     if event.finish_reason == "error":
+        if event.problem:
+            raise UserError(f"{request}: {event.problem}")
         raise UserError(
             f"{request}: its logits are not finite (NaN or infinite) with weights version {event.weights_version}; "
             "check the weights, or load an earlier checkpoint"

@@ -10,6 +10,7 @@ from lockstep.generate.sampling_params import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
     from lockstep.data import StreamDecoder
+    from lockstep.generate.adjustments import Adjustment
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class Sequence:
     stop_ids: frozenset[int]
     decoder: StreamDecoder | None = None
     """Only if there are stop strings to look for."""
+    adjustment: Adjustment | None = None
+    """Only if `params.adjusts`."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     truncated_logprobs: list[float] = field(default_factory=list)
@@ -77,6 +80,8 @@ class Sequence:
             self.finish_reason = "stop"
         elif self.sampled >= self.params.max_tokens:
             self.finish_reason = "length"
+        if self.adjustment:
+            self.adjustment.accept(token, self.finish_reason is not None)
 
     def _completes_stop_string(self, token: int, decoder: StreamDecoder) -> bool:
         new = decoder.push(token)

@@ -21,6 +21,7 @@ def sample(
     min_p: Float[Tensor, "rows"],
     uniform: Float[Tensor, "rows"],
     part: VocabularyPart | None = None,
+    adjusted: Float[Tensor, "rows part"] | None = None,
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
     """One token per row, by inverse transform of `uniform` in [0, 1), with its log-probability before and after
     truncation.
@@ -30,14 +31,19 @@ def sample(
     log-probability (float32) is over the whole vocabulary, and NaN or infinite if a logit is NaN or +inf, or all are
     -inf. The second is over the remaining tokens, log p − log Σ p of those, with the bits of the first if all remain.
 
+    adjusted: logits, of another dtype perhaps, to draw from instead: they change the second log-probability, never the
+    first. At least one of a row's must be finite.
+
     If `logits` are those of a `part` of the vocabulary, all processes with a part call it with otherwise the same
     arguments, and all get the result of one process. They exchange sums over their parts, never logits.
     """
     part = part or Whole(logits.shape[1])
     inverse, uniform = drawing(temperature, uniform)
     cuts = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    allowed = cut(logits, inverse, top_k, top_p, min_p, cuts, part) if cuts.any() else None
-    return _draw(logits, allowed, inverse, uniform, part)
+    allowed = adjusted
+    if cuts.any():
+        allowed = cut(logits if adjusted is None else adjusted, inverse, top_k, top_p, min_p, cuts, part)
+    return _draw(logits, allowed, inverse, uniform, part, adjusted is not None)
 
 
 def draw(
@@ -102,9 +108,15 @@ def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor
 
 
 def _draw(
-    logits: Tensor, allowed: Tensor | None, inverse: Tensor, uniform: Tensor, part: VocabularyPart
+    logits: Tensor,
+    allowed: Tensor | None,
+    inverse: Tensor,
+    uniform: Tensor,
+    part: VocabularyPart,
+    is_adjusted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A token among those `allowed`, its log-probability among all tokens, and among the allowed ones."""
+    """A token among those `allowed`, its log-probability among all tokens, and among the allowed ones. is_adjusted:
+    whether logits of the allowed ones are others than in `logits`."""
     bounds = local_piece_bounds(part, logits.device)
     pieces = masses(logits, inverse, bounds)
     if allowed is None:
@@ -112,11 +124,15 @@ def _draw(
     else:
         both = part.gather_masses(torch.cat((pieces, masses(allowed, inverse, bounds))))
         pieces, weights = both[: len(logits)], both[len(logits) :]
-    drawn = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
-    tokens, scaled = part.drawn(*drawn)
+    places, allowed_scaled = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
+    tokens, allowed_scaled = part.drawn(places, allowed_scaled)
+    scaled = allowed_scaled
+    if is_adjusted:
+        here = logits.gather(1, places[:, None].clamp(min=0))[:, 0].float() if logits.shape[1] else inverse
+        scaled = part.drawn(places, here * inverse)[1]
     log_probs = join_masses(pieces, scaled)[0]
     # The masses from the draw, joined like those of the whole vocabulary: in the same order in every layout.
-    return tokens, log_probs, log_probs if allowed is None else join_masses(weights, scaled)[0]
+    return tokens, log_probs, log_probs if allowed is None else join_masses(weights, allowed_scaled)[0]
 
 
 def _draw_from_pieces(

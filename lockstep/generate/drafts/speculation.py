@@ -47,8 +47,11 @@ class Speculation:
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         # A sequence's last token is drawn but never computed. A sequence that is sampled from another's row gets no
-        # draft.
-        limits = [c.rows and c.sequence.params.max_tokens - c.sequence.sampled - 1 for c in sampled]
+        # draft, nor does one whose logits are adjusted: they would have to be for each draft.
+        limits = [
+            0 if not c.rows or c.sequence.adjustment else c.sequence.params.max_tokens - c.sequence.sampled - 1
+            for c in sampled
+        ]
         counts = self.lengths.choose([c.sequence for c in sampled], limits, rows, max(0, self._most_rows - rows))
         drafted = [(chunk, count) for chunk, count in zip(sampled, counts) if count]
         if not drafted:

@@ -1,0 +1,153 @@
+"""Grammars that a sample must follow, compiled by llguidance for the tokens of one tokenizer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from lockstep.data import Tokenizer
+from lockstep.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from lockstep.errors import UserError
+
+KEPT = 256
+"""Compiled grammars that are kept, the last used ones."""
+LONGEST = 2**18
+"""Characters of a grammar."""
+
+
+SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}"}}
+"""White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else."""
+
+
+def json_grammar(schema: dict[str, Any] | None = None) -> str:
+    """The grammar of JSON values that fit a JSON schema; None: of all JSON objects. Raises UserError for what is no
+    object."""
+    if not isinstance(schema, dict | None):
+        raise UserError(f"a JSON schema must be an object, not {schema!r:.60}")
+    return json.dumps({"grammars": [{"json_schema": ({"type": "object"} if schema is None else schema) | SPACES}]})
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that a regular expression matches as a whole, in the syntax of Rust's `regex` crate."""
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{_escaped(pattern)}/"}]})
+
+
+def _escaped(pattern: str) -> str:
+    escaped, is_escaped = "", False
+    for character in pattern:
+        escaped += "\\/" if character == "/" and not is_escaped else "\\n" if character == "\n" else character
+        is_escaped = character == "\\" and not is_escaped
+    return escaped
+
+
+def lark_grammar(text: str) -> str:
+    """A grammar in Lark's syntax, as llguidance extends it: `<|name|>` is a special token."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+class Matcher:
+    """The state of one sample in its grammar."""
+
+    def __init__(self, state: Any):
+        self._state = state
+
+    def accept(self, token: int) -> bool:
+        """Advances; False if the grammar does not allow the token."""
+        return bool(self._state.consume_token(token))
+
+    def fill_mask(self, bits: np.ndarray) -> None:
+        """Sets the bits of the tokens that are allowed next, of a row of int32."""
+        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+
+    @property
+    def problem(self) -> str:
+        """Why the grammar's state cannot be computed any more; empty if it can."""
+        return str(self._state.get_error()) if self._state.is_error() else ""
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer. Calls from several threads are safe.
+
+    vocab: rows of the model's head, which may be more than the tokenizer's tokens. end_ids: the tokens that may end a
+    sample where its grammar may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Collection[int]):
+        self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, sorted(end_ids)
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._library: Any = None
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> None:
+        """Raises UserError for a grammar that is invalid, too large, cannot be satisfied, or has parts that would not be
+        enforced."""
+        self._prototype(grammar)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A new state at the beginning of a grammar. Raises UserError as `compile`."""
+        return Matcher(self._prototype(grammar).deep_copy())
+
+    def _prototype(self, grammar: str) -> Any:
+        with self._lock:
+            if (compiled := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return compiled
+        if len(grammar) > LONGEST:
+            raise UserError(f"the grammar has {len(grammar)} characters; the limit is {LONGEST}")
+        if not self._end_ids:
+            raise UserError("a grammar needs a model with an end-of-text token, which ends the sample")
+        from llguidance import LLMatcher
+
+        compiled = LLMatcher(self._of_tokenizer(), grammar, log_level=0)
+        if compiled.is_error():
+            raise UserError(f"the grammar cannot be used: {_first_line(compiled.get_error())}")
+        if warnings := compiled.get_grammar_warnings():
+            raise UserError(f"the grammar would not be enforced as a whole: {_first_line(warnings[0])}")
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _of_tokenizer(self) -> Any:
+        with self._lock:
+            if self._library is None:
+                self._library = _open(self._tokenizer, self._vocab, self._end_ids)
+            return self._library
+
+
+def _open(tokenizer: Tokenizer, vocab: int, end_ids: list[int]) -> Any:
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError:
+        raise UserError(
+            "grammars and JSON schemas need llguidance; install it with: pip install 'lockstep[structured]'"
+        ) from None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return LLTokenizer(tokenizer.definition(), n_vocab=vocab, eos_token=end_ids)
+    assert isinstance(tokenizer, ByteTokenizer)
+    return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer, end_ids)), n_vocab=vocab, eos_token=end_ids)
+
+
+class _Bytes:
+    """The byte tokenizer as llguidance reads one."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: ByteTokenizer, end_ids: list[int]):
+        self.eos_token_id = end_ids[0]
+        names = {number: name.encode() for name, number in tokenizer.special_tokens().items()}
+        self.tokens = [bytes([i]) if i < 256 else names.get(i, b"") for i in range(tokenizer.vocab_size)]
+        self.special_token_ids = list(names)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:400]
