@@ -45,7 +45,7 @@ class Adjustment:
         if self.matcher and not ends and not self.matcher.accept(token):
             self.problem = self.matcher.problem or "the grammar does not allow a sampled token"
 
-    def apply(self, row: Float[np.ndarray, "part"], first: int) -> None:
+    def apply(self, row: Float[np.ndarray, "tokens"], first: int) -> None:
         """Changes the logits of tokens from `first` on, in place, float32."""
         params, stop = self.params, first + len(row)
 

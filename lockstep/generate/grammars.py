@@ -84,8 +84,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> None:
-        """Raises UserError for a grammar that is invalid, too large, cannot be satisfied, or has parts that would not be
-        enforced."""
+        """Raises UserError for a grammar that is invalid, too large, cannot be satisfied, or has parts that would not
+        be enforced."""
         self._prototype(grammar)
 
     def matcher(self, grammar: str) -> Matcher:

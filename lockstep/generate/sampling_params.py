@@ -171,8 +171,8 @@ class TokenEvent:
     logprob: float
     """At the sampling temperature, over the whole vocabulary."""
     finish_reason: FinishReason | None
-    """`error`: the logits are not finite, or its grammar cannot be followed any more; the whole request has ended, token
-    and log-probability are meaningless."""
+    """`error`: the logits are not finite, or its grammar cannot be followed any more; the whole request has ended,
+    token and log-probability are meaningless."""
     weights_version: int
     """The version of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]

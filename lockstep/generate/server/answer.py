@@ -20,7 +20,7 @@ from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
 from lockstep.generate.server.protocol import SamplingRequest
-from lockstep.generate.server.responses import DONE, Piece, Reply, usage_of
+from lockstep.generate.server.responses import Piece, Reply, ReplyWriter, usage_of
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.text import GrowingText, StopString
 from lockstep.generate.server.watch import EventStream
@@ -76,6 +76,7 @@ async def answer(
         tokenizer=service.tokenizer,
         top_logprobs=top_logprobs,
         token_ids=bool(body.return_token_ids),
+        with_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
     record = record_of(request)
     record.stream = bool(body.stream)
@@ -87,8 +88,7 @@ async def answer(
         return await _whole(service, reply, record, steps)
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = _chunks(reply, record, steps, with_usage)
+    chunks = _chunks(reply, record, steps)
     return EventStream(request, chunks, steps, service.limits)
 
 
@@ -135,7 +135,8 @@ async def _steps(
         context = decoding_context(service.tokenizer, prompt)
         for _ in range(params.n):
             decoder = StreamDecoder(service.tokenizer, context)
-            choices.append(_Choice(GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))))
+            text = GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))
+            choices.append(_Choice(text, form is not PLAIN))
     if begun:
         await service.in_turn(partial(_push_begun, choices, begun))
     try:
@@ -161,8 +162,8 @@ async def _steps(
 class _Choice:
     """A sample in progress."""
 
-    def __init__(self, text: GrowingText):
-        self.text = text
+    def __init__(self, text: GrowingText, is_chat: bool):
+        self.text, self.is_chat = text, is_chat
         self.tokens = 0
         self.first_token = 0.0
 
@@ -187,12 +188,13 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
     # A stop string may be completed by the replacement for an incomplete last character.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
-    parts = choice.text.parts() if last else None
+    # Not for completions, which may continue a begun sample.
+    parts = choice.text.parts() if last and choice.is_chat else None
     return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning, parts)
 
 
 async def _whole(
-    service: Service, reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
+    service: Service, reply: ReplyWriter, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
 ) -> Response:
     choices: dict[int, Piece] = {}
     async with aclosing(steps):
@@ -204,7 +206,7 @@ async def _whole(
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
     for piece in ordered:
-        if reply.chat and piece.parts is not None:  # not for completions, which may continue a begun sample
+        if piece.parts is not None:
             piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
     # Many long samples have hundreds of thousands of log-probabilities.
@@ -214,9 +216,11 @@ async def _whole(
 
 
 async def _chunks(
-    reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None], with_usage: bool
+    reply: ReplyWriter, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
 ) -> AsyncGenerator[str, None]:
     begun: set[int] = set()
+    if beginning := reply.begin():
+        yield beginning
     async with aclosing(steps):
         async for pieces in steps:
             events = []
@@ -224,8 +228,7 @@ async def _chunks(
                 if reply.shows(piece):
                     piece.first = piece.index not in begun
                     begun.add(piece.index)
-                    events.append(reply.chunk(piece, with_usage))
+                    events.append(reply.chunk(piece))
             if events:
                 yield "".join(events)
-    end = reply.usage_chunk(usage_of(record.prompt_tokens, record.completion_tokens)) if with_usage else ""
-    yield end + DONE
+    yield reply.end(usage_of(record.prompt_tokens, record.completion_tokens))

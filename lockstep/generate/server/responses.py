@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.data import Tokenizer
 from lockstep.data.decoding import token_bytes, token_text
@@ -13,6 +13,18 @@ from lockstep.data.replies import ReplyParts
 from lockstep.generate.sampling_params import TokenEvent
 
 DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A part of a tool call: its beginning has the name, later ones more of the arguments' JSON."""
+
+    index: int
+    """Which of the choice's calls."""
+    id: str
+    """The call's, in all of its parts."""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass
@@ -32,18 +44,38 @@ class Piece:
     """Only in chats."""
     parts: ReplyParts | None = None
     """The whole text of a finished choice, parsed at once; None if the pieces count."""
+    calls: list[CallPiece] = field(default_factory=list)
+    """Parts of tool calls, in order."""
 
     def add(self, later: Piece) -> None:
         self.text += later.text
         self.reasoning += later.reasoning
         self.events += later.events
         self.offsets += later.offsets
+        self.calls += later.calls
         self.finish_reason, self.parts = later.finish_reason, later.parts
+
+
+class ReplyWriter(Protocol):
+    """Writes a response in the format of one API. A stream is `begin`, a `chunk` for each piece that it `shows`, and
+    `end`, each some server-sent events."""
+
+    def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
+        """The complete response to a request that is not streamed, as JSON. Each choice is one piece."""
+
+    def begin(self) -> str: ...
+
+    def shows(self, piece: Piece) -> bool: ...
+
+    def chunk(self, piece: Piece) -> str: ...
+
+    def end(self, usage: dict[str, int]) -> str: ...
 
 
 @dataclass
 class Reply:
-    """What all objects of a response have in common, and what the client has requested."""
+    """Responses of `/v1/completions` and `/v1/chat/completions`: what all their objects have in common, and what the
+    client has requested."""
 
     id: str
     created: int
@@ -54,19 +86,23 @@ class Reply:
     top_logprobs: int | None
     """None: no log-probabilities at all."""
     token_ids: bool
+    with_usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
         """The complete response to a request that is not streamed, as JSON."""
         return self._object([self._choice(piece, "message") for piece in pieces], chunk=False, usage=usage)
 
-    def chunk(self, piece: Piece, with_usage: bool) -> str:
-        """A choice's new piece as a server-sent event."""
-        more = {"usage": None} if with_usage else {}
+    def begin(self) -> str:
+        return ""
+
+    def chunk(self, piece: Piece) -> str:
+        more = {"usage": None} if self.with_usage else {}
         return server_sent_event(self._object([self._choice(piece, "delta")], True, piece.first, **more))
 
-    def usage_chunk(self, usage: dict[str, int]) -> str:
-        """The last event of a stream with usage."""
-        return server_sent_event(self._object([], chunk=True, first=False, usage=usage))
+    def end(self, usage: dict[str, int]) -> str:
+        counted = self._object([], chunk=True, first=False, usage=usage) if self.with_usage else ""
+        return (server_sent_event(counted) if counted else "") + DONE
 
     def shows(self, piece: Piece) -> bool:
         """Whether a chunk with this piece would contain anything for the client."""
