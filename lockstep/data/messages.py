@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
 
@@ -115,7 +116,7 @@ def plain(message: Mapping[str, Any], between: str = "\n") -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         values["content"] = content = between.join(part["text"] for part in content)
     if isinstance(calls := values.get("tool_calls"), list):
-        values["tool_calls"] = [change_call(call, _decoded) for call in calls]
+        values["tool_calls"] = [change_call(call, decoded_call) for call in calls]
         if not calls:
             del values["tool_calls"]  # templates treat an empty list as a call
     reasoning = next((values[name] for name in REASONING if name in values), None)
@@ -138,7 +139,7 @@ def change_call(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     return change(call)
 
 
-def _decoded(call: dict[str, Any]) -> dict[str, Any]:
+def decoded_call(call: dict[str, Any]) -> dict[str, Any]:
     """A call whose arguments are decoded from JSON to an object."""
     if not isinstance(call.get("arguments"), str):
         return call
@@ -154,6 +155,45 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
 
 def _other_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "name": f"{call.get('name')}_", "arguments": {"other": "arguments"}}
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """What a template expects of a message with tool calls."""
+
+    arguments: Literal["object", "text"]
+    """Text: JSON."""
+    no_content: Literal["", None]
+    """The content of a message that has only calls."""
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose calls are in OpenAI's format, as the template expects it. Raises ChatTemplateError for
+        arguments that are not JSON of an object."""
+        calls = [change_call(call, self._call) for call in message["tool_calls"]]
+        return {**message, "content": message.get("content") or self.no_content, "tool_calls": calls}
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        call = decoded_call(call)
+        if self.arguments == "object" or isinstance(call.get("arguments"), str):
+            return call
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def call_layout(template: ChatTemplate) -> CallLayout | None:
+    """What the template expects of a message with tool calls; None if it shows none. Found out by rendering one."""
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    user = {"role": "user", "content": "?"}
+    layouts = [CallLayout(arguments, content) for arguments in ("object", "text") for content in (None, "")]  # type: ignore[arg-type]
+    for layout in layouts:
+        call = {"id": "call00000", "type": "function", "function": {"name": "\ue001", "arguments": '{"a": "\ue000"}'}}
+        message = layout.message({"role": "assistant", "content": None, "tool_calls": [call]})
+        with suppress(ChatTemplateError):
+            text = template.render([user, message], add_generation_prompt=False, tools=tools)
+            # Some write what is missing as "None", and objects as Python does.
+            if {"\ue000", "\ue001"} <= set(text) and "None" not in text and "{'a'" not in text:
+                return layout
+    return None
 
 
 def between_parts(template: ChatTemplate) -> str:

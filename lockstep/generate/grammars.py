@@ -34,15 +34,16 @@ def json_grammar(schema: dict[str, Any] | None = None) -> str:
 
 def regex_grammar(pattern: str) -> str:
     """The grammar of texts that a regular expression matches as a whole, in the syntax of Rust's `regex` crate."""
-    return json.dumps({"grammars": [{"lark_grammar": f"start: /{_escaped(pattern)}/"}]})
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {regex_rule(pattern)}"}]})
 
 
-def _escaped(pattern: str) -> str:
+def regex_rule(pattern: str) -> str:
+    """A regular expression in Lark's syntax."""
     escaped, is_escaped = "", False
     for character in pattern:
         escaped += "\\/" if character == "/" and not is_escaped else "\\n" if character == "\n" else character
         is_escaped = character == "\\" and not is_escaped
-    return escaped
+    return f"/{escaped}/"
 
 
 def lark_grammar(text: str) -> str:

@@ -1,217 +1,291 @@
-"""Tool calls: which format a chat template uses, and parsing the calls in a reply's text."""
+"""The calls in a reply's text."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
+from lockstep.data.replies.call_json import read_json
+from lockstep.data.replies.formats import ToolFormat
+from lockstep.data.replies.tagged_calls import Parameters, glm_call, qwen3_xml_call
 from lockstep.tool_call import ToolCall
 
 MOST_CALLS = 32
 """Maximum number of calls in a reply; further ones are ignored."""
-DEEPEST = 32
-"""Maximum nesting of objects and lists in a call's arguments."""
+Marks = Sequence[tuple[int, str]]
+"""Position and name of each of a format's marks in a text; text that only looks like a mark is not one."""
 
 
 @dataclass(frozen=True)
-class ToolFormat:
-    """How a family of models writes calls."""
+class WrittenCall:
+    """A call, and how it is written."""
 
-    family: Literal["qwen3", "llama3", "deepseek", "gpt_oss"]
-    arguments: str = "arguments"
-    """The key of the arguments if a call is one JSON object with `name`."""
-    marks: tuple[str, ...] = ()
-    """The tokens that delimit calls; the first one begins them."""
-
-
-QWEN3 = ToolFormat("qwen3", marks=("<tool_call>", "</tool_call>"))
-"""Any number of `<tool_call>` JSON object `</tool_call>`, after reasoning and text. Also Qwen2.5."""
-LLAMA3 = ToolFormat("llama3", "parameters", ("<|python_tag|>",))
-"""Only JSON, optionally after `<|python_tag|>`: Llama 3.1 and later; several are separated by semicolons."""
-DEEPSEEK = ToolFormat(
-    "deepseek",
-    marks=(
-        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    ),
-)
-"""Calls between full-width tokens: DeepSeek V3 and R1 write `function`, separator, name and a fence of JSON, V3.1 and
-later write name, separator and JSON."""
-GPT_OSS = ToolFormat("gpt_oss")
-"""A message to `functions.NAME`; parsed by `channels.py`, since every reply of the family consists of messages."""
+    call: ToolCall
+    arguments: str = ""
+    """The JSON of its arguments; as the model wrote it, where they are JSON in the text."""
+    begin: int = 0
+    """Where it begins in the text of all calls."""
+    end: int = 0
+    """From where on the next one is searched for."""
+    text: str = ""
+    """If it cannot be parsed, all of its text."""
 
 
-def tool_format(template_source: str) -> ToolFormat | None:
-    """The format in which a chat template writes calls; None if it has no tools, or uses another format."""
-    # Templates have JSON in strings with either kind of quotes, so the quotes of the JSON may be escaped.
-    keys = set(re.findall(r'\\?"(name|arguments|parameters)\\?"', template_source))
-    if "<tool_call>" in template_source and {"name", "arguments"} <= keys:
-        # Other formats put tags of their own, or only the name, between these two.
-        return None if re.search(r"<function=|<arg_key>|<arg_value>", template_source) else QWEN3
-    if "<|start_header_id|>" in template_source and {"name", "parameters"} <= keys:
-        return LLAMA3
-    if all(mark in template_source for mark in DEEPSEEK.marks[1:4]):
-        return DEEPSEEK
-    if "<|channel|>" in template_source and "<|call|>" in template_source:
-        return GPT_OSS
-    return None
+@dataclass(frozen=True)
+class CallText:
+    """A reply's text from the first call on."""
+
+    text: str
+    marks: Marks
+    format: ToolFormat
+    parameters: Parameters = field(default_factory=dict)
+
+    def mark(self, name: str, place: int) -> int:
+        """Position of the first such mark at or after `place`; -1 if there is none."""
+        return next((where for where, mark in self.marks if where >= place and mark == name), -1)
+
+    @property
+    def opening(self) -> str:
+        """The mark that begins each call."""
+        return self.format.marks[1 if self.format.family == "deepseek" else 0]
 
 
-def calls_in(text: str, marks: Sequence[tuple[int, str]], format: ToolFormat) -> tuple[ToolCall, ...]:
-    """The calls in a reply's text from the first call on. One that cannot be parsed has a `problem`.
+def calls_in(text: CallText) -> tuple[WrittenCall, ...]:
+    """The calls in order. One that cannot be parsed has a `problem`."""
+    calls: list[WrittenCall] = []
+    place = 0
+    while len(calls) <= MOST_CALLS and (found := next_call(text, place)) is not None:
+        calls.append(found)
+        place = found.end
+    if not calls:
+        calls.append(WrittenCall(ToolCall("", problem=_nothing(text)), end=len(text.text)))
+    ends = [call.begin for call in calls[1:]] + [len(text.text)]
+    return bounded(
+        [
+            WrittenCall(c.call, c.arguments, c.begin, c.end, text.text[c.begin : end].strip()) if c.call.problem else c
+            for c, end in zip(calls, ends, strict=True)
+        ]
+    )
 
-    marks: position and name of each of the format's marks in the text; text that only looks like a mark is not one.
-    """
-    match format.family:
-        case "qwen3":
-            calls = _qwen3(text, marks)
-        case "deepseek":
-            calls = _deepseek(text, marks)
-        case _:
-            calls = _llama3(text)
-    return bounded(calls)
 
-
-def bounded(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+def bounded(calls: Sequence[WrittenCall]) -> tuple[WrittenCall, ...]:
     """The first `MOST_CALLS` calls, and one call with a problem in place of any others."""
     if len(calls) <= MOST_CALLS:
         return tuple(calls)
     problem = f"there are more than {MOST_CALLS} calls in the reply; the rest is not run"
-    return (*calls[:MOST_CALLS], ToolCall("", problem=problem))
+    rest = calls[MOST_CALLS]
+    return (*calls[:MOST_CALLS], WrittenCall(ToolCall("", problem=problem), "", rest.begin, rest.end, rest.text))
 
 
-def call_to(name: str, text: str, missing: str = "") -> ToolCall:
+def next_call(text: CallText, place: int) -> WrittenCall | None:
+    """The first call at or after `place`; None if there is none."""
+    match text.format.family:
+        case "llama3":
+            return _llama3(text, place)
+        case "mistral":
+            return _mistral(text, place)
+    begin = text.mark(text.opening, place)
+    if begin < 0:
+        return None
+    match text.format.family:
+        case "qwen3":
+            return _qwen3(text, begin)
+        case "deepseek":
+            return _deepseek(text, begin)
+    return _tagged(text, begin)
+
+
+def head(text: CallText, place: int) -> tuple[str, int] | None:
+    """The name of the call at or after `place`, and where the JSON object of its arguments begins; None if that is not
+    known (yet): also if the arguments precede the name, or are not JSON. More text never changes what is known."""
+    family = text.format.family
+    begin = place if family in ("llama3", "mistral") else text.mark(text.opening, place)
+    if begin < 0 or family in ("qwen3_xml", "glm"):
+        return None
+    match family:
+        case "deepseek":
+            return _deepseek_head(text, begin)
+        case "mistral" if match := NAMED_CALL.match(text.text, begin):
+            return match["name"], match.end()
+        case "mistral":
+            match = HEADS["mistral"].match(text.text, begin)
+        case "llama3":
+            match = HEADS["llama3"].match(text.text, begin)
+        case _:
+            match = HEADS["qwen3"].match(text.text, begin + len(text.opening))
+    if match is None:
+        return None
+    name, _, problem = read_json(match["name"], 0)
+    return None if problem or not name else (name, match.end())
+
+
+NAME_FIRST = r'\{\s*%s"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"%s"\s*:\s*(?=\{)'
+HEADS = {
+    "qwen3": re.compile(r"\s*" + NAME_FIRST % ("", "arguments")),
+    "llama3": re.compile(
+        r"\s*(?:<\|python_tag\|>\s*)?" + NAME_FIRST % (r'(?:"type"\s*:\s*"function"\s*,\s*)?', "parameters")
+    ),
+    "mistral": re.compile(r"(?:\s*\]?\s*\[TOOL_CALLS\]\s*\[?|\s*,)\s*" + NAME_FIRST % ("", "arguments")),
+}
+NAMED_CALL = re.compile(
+    r"\s*\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]{}]*\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+)
+
+
+def call_to(name: str, text: str, missing: str = "") -> WrittenCall:
     """A call whose arguments are the whole `text`. missing: the end mark that the reply lacks, if any."""
-    arguments, end, problem = _json(text, 0)
+    arguments, end, problem = read_json(text, 0)
     if not problem and text[end:].strip():
         problem = "only the JSON of its arguments may be in a call"
-    return _named(name, arguments, problem or (missing and f"the reply ends before {missing}"))
+    call = _named(name, arguments, problem or (missing and f"the reply ends before {missing}"))
+    return WrittenCall(call, "" if call.problem else text[:end].lstrip(), text=text.strip() if call.problem else "")
 
 
-def _qwen3(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
-    opening, closing = QWEN3.marks
-    calls: list[ToolCall] = []
-    place = _next(marks, opening, 0)
-    while place >= 0 and len(calls) <= MOST_CALLS:
-        begin = place + len(opening)
-        # The end of the JSON is found by parsing: a string in it may contain the closing tag.
-        value, end, problem = _json(text, begin)
-        call = ToolCall("", problem=problem) if problem else _call(value, QWEN3)
-        close = _next(marks, closing, end)
-        if not call.problem and (close < 0 or text[end:close].strip()):
-            problem = f"the reply ends before {closing}" if close < 0 else f"only {closing} may follow a call's JSON"
-            call = ToolCall(call.name, problem=problem)
-        calls.append(call)
-        place = _next(marks, opening, max(close, begin))
-    return calls
+def _qwen3(text: CallText, opening: int) -> WrittenCall:
+    begin, closing = opening + len(text.opening), text.format.closes
+    # The end of the JSON is found by parsing: a string in it may contain the closing tag.
+    value, end, problem = read_json(text.text, begin)
+    call = ToolCall("", problem=problem) if problem else _call(value, text.format)
+    close = text.mark(closing, end)
+    if not call.problem and (close < 0 or text.text[end:close].strip()):
+        problem = f"the reply ends before {closing}" if close < 0 else f"only {closing} may follow a call's JSON"
+        call = ToolCall(call.name, problem=problem)
+    return WrittenCall(call, _arguments(text, opening, call), opening, max(close, begin))
 
 
-def _deepseek(text: str, marks: Sequence[tuple[int, str]]) -> list[ToolCall]:
-    _, opening, separator, closing, _ = DEEPSEEK.marks
-    calls: list[ToolCall] = []
-    place = _next(marks, opening, 0)
-    while place >= 0 and len(calls) <= MOST_CALLS:
-        begin = place + len(opening)
-        middle, following = _next(marks, separator, begin), _next(marks, opening, begin)
-        if middle < 0 or 0 <= following < middle:
-            calls.append(ToolCall("", problem=f"a call must have a name and its arguments, with {separator} between"))
-            place = following
-            continue
-        name, start, after = text[begin:middle].strip(), middle + len(separator), r"\s*"
-        # If the name is on a line of its own, before a fence of JSON, the type `function` precedes the separator.
-        fenced = re.compile(r"\s*([^\s{][^\n]*?)[ \t\r]*\n\s*```(?:json)?").match(text, start)
-        if fenced:
-            name, start, after = fenced[1], fenced.end(), r"\s*```\s*"
-        arguments, end, problem = _json(text, start)
-        close = _next(marks, closing, end)
-        if not problem and (close < 0 or not re.fullmatch(after, text[end:close])):
-            problem = f"the reply ends before {closing}" if close < 0 else f"only {closing} may follow a call's JSON"
-        calls.append(_named(name, arguments, problem))
-        place = _next(marks, opening, max(close, begin))
-    return calls or [ToolCall("", problem=f"there is no {opening} after {DEEPSEEK.marks[0]}")]
+def _deepseek_head(text: CallText, opening: int) -> tuple[str, int] | None:
+    parts = _deepseek_parts(text, opening)
+    if parts is None:
+        return None
+    name, start, _ = parts
+    while start < len(text.text) and text.text[start].isspace():
+        start += 1
+    return (name, start) if name and text.text[start : start + 1] == "{" else None
 
 
-def _next(marks: Sequence[tuple[int, str]], name: str, place: int) -> int:
-    """Position of the first such mark at or after `place`; -1 if there is none."""
-    return next((where for where, mark in marks if where >= place and mark == name), -1)
+FENCED = re.compile(r"\s*([^\s{][^\n]*?)[ \t\r]*\n\s*```(?:json)?")
+
+
+def _deepseek_parts(text: CallText, opening: int) -> tuple[str, int, str] | None:
+    """A call's name, where the JSON begins, and the pattern of what follows it; None without a separator."""
+    separator = text.format.marks[2]
+    begin = opening + len(text.opening)
+    middle, following = text.mark(separator, begin), text.mark(text.opening, begin)
+    if middle < 0 or 0 <= following < middle:
+        return None
+    start = middle + len(separator)
+    # If the name is on a line of its own, before a fence of JSON, the type `function` precedes the separator.
+    if fenced := FENCED.match(text.text, start):
+        return fenced[1], fenced.end(), r"\s*```\s*"
+    return text.text[begin:middle].strip(), start, r"\s*"
+
+
+def _deepseek(text: CallText, opening: int) -> WrittenCall:
+    begin = opening + len(text.opening)
+    parts = _deepseek_parts(text, opening)
+    if parts is None:
+        problem = f"a call must have a name and its arguments, with {text.format.marks[2]} between"
+        return WrittenCall(ToolCall("", problem=problem), "", opening, begin)
+    name, start, after = parts
+    closing = text.format.closes
+    arguments, end, problem = read_json(text.text, start)
+    close = text.mark(closing, end)
+    if not problem and (close < 0 or not re.fullmatch(after, text.text[end:close])):
+        problem = f"the reply ends before {closing}" if close < 0 else f"only {closing} may follow a call's JSON"
+    call = _named(name, arguments, problem)
+    return WrittenCall(call, _arguments(text, opening, call), opening, max(close, begin))
+
+
+def _tagged(text: CallText, opening: int) -> WrittenCall:
+    begin, closing = opening + len(text.opening), text.format.closes
+    close = text.mark(closing, begin)
+    while close >= 0 and not closes_tagged(text.text[begin:close], text.format):
+        after, following = close + len(closing), text.mark(text.opening, close)
+        if following >= 0 and not text.text[after:following].strip():  # another call
+            break
+        close = text.mark(closing, after)
+    if close < 0:
+        return WrittenCall(ToolCall("", problem=f"the reply ends before {closing}"), "", opening, begin)
+    read = glm_call if text.format.family == "glm" else qwen3_xml_call
+    call = read(text.text[begin:close], text.parameters)
+    arguments = "" if call.problem else json.dumps(call.arguments, ensure_ascii=False)
+    return WrittenCall(call, arguments, opening, close)
+
+
+def closes_tagged(body: str, format: ToolFormat) -> bool:
+    """Whether a closing mark after this text ends the call: one within a value does not."""
+    if format.family == "glm" and "<arg_key>" not in body:
+        return True
+    return body.rstrip().endswith("</arg_value>" if format.family == "glm" else "</function>")
 
 
 BEGINS_CALL = re.compile(r'\{\s*"(name|parameters|type|function)"\s*:')
 """JSON may also be an answer; a call has a name."""
 
 
-def _llama3(text: str) -> list[ToolCall]:
-    text = text.strip().removeprefix(LLAMA3.marks[0]).strip()
-    calls: list[ToolCall] = []
-    end = 0
-    while end < len(text) and len(calls) <= MOST_CALLS:
-        value, end, problem = _json(text, end)
-        call = ToolCall("", problem=problem) if problem else _call(value, LLAMA3)
-        calls.append(call)
-        if call.problem:
-            break
-        left = text[end:].lstrip()
-        if left and not left.startswith(";"):
-            calls[-1] = ToolCall(call.name, problem="a call must be the only content of the reply")
-            break
-        end = len(text) - len(left.removeprefix(";").lstrip())
-    return calls or [ToolCall("", problem=f"there is no JSON after {LLAMA3.marks[0]}")]
+def _llama3(text: CallText, place: int) -> WrittenCall | None:
+    begin, whole = place, text.text.rstrip()
+    while begin < len(whole) and whole[begin].isspace():
+        begin += 1
+    mark = text.format.marks[0]
+    if place == 0 and whole.startswith(mark, begin):
+        begin += len(mark)
+    if begin >= len(whole):
+        return None
+    value, end, problem = read_json(whole, begin)
+    call = ToolCall("", problem=problem) if problem else _call(value, text.format)
+    left = whole[end:].lstrip()
+    if not call.problem and left and not left.startswith(";"):
+        call = ToolCall(call.name, problem="a call must be the only content of the reply")
+    after = len(whole) if call.problem else len(whole) - len(left.removeprefix(";").lstrip())
+    return WrittenCall(call, _arguments(text, place, call), place, after)
 
 
-class _Refused(ValueError):
-    """JSON that Python accepts, but a call does not."""
+def _mistral(text: CallText, place: int) -> WrittenCall | None:
+    rest = text.text[place:]
+    stripped = rest.lstrip()
+    if place and stripped.startswith(","):  # the next one of a list
+        begin = place
+        start = len(text.text) - len(stripped) + 1
+    elif (begin := text.mark(text.opening, place)) >= 0:
+        start = begin + len(text.opening)
+    else:
+        return None
+    if found := NAMED_CALL.match(text.text, begin):
+        arguments, end, problem = read_json(text.text, found.end())
+        call = _named(found["name"], arguments, problem)
+    else:
+        item = re.compile(r"\s*\[?").match(text.text, start)
+        assert item is not None  # both parts are optional
+        value, end, problem = read_json(text.text, item.end())
+        call = ToolCall("", problem=problem) if problem else _call(value, text.format)
+    if call.problem:  # what follows within the list cannot be told apart
+        following = text.mark(text.opening, start)
+        end = len(text.text) if following < 0 else following
+    return WrittenCall(call, _arguments(text, begin, call), begin, end)
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise _Refused(f"the key {json.dumps(name[:80])} occurs more than once in an object")
-        values[name] = value
-    return values
+def _arguments(text: CallText, place: int, call: ToolCall) -> str:
+    """The JSON of a call's arguments, as it is written if it is where `head` expects it."""
+    if call.problem:
+        return ""
+    if found := head(text, place):
+        value, end, problem = read_json(text.text, found[1])
+        if found[0] == call.name and not problem and value == call.arguments:
+            return text.text[found[1] : end]
+    return json.dumps(call.arguments, ensure_ascii=False)
 
 
-def _constant(name: str) -> Any:
-    raise _Refused(f"{name} is not a number in JSON")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise _Refused("a number is too large")
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_finite)
-
-
-def _json(text: str, place: int) -> tuple[Any, int, str]:
-    """The JSON value at `place`, after whitespace; where it ends, if known; and what is wrong with it, if anything."""
-    while place < len(text) and text[place].isspace():
-        place += 1
-    try:
-        value, end = _DECODER.raw_decode(text, place)
-    except _Refused as error:
-        return None, place, f"the call cannot be read: {error}"
-    except json.JSONDecodeError as error:
-        where = f"at character {error.pos - place + 1} of it"
-        return None, place, f"the call is not valid JSON: {error.msg} {where}"
-    except ValueError:  # Python refuses integers of thousands of digits
-        return None, place, "the call cannot be read: a number has too many digits"
-    except RecursionError:
-        return None, place, f"the call is nested deeper than {DEEPEST} levels"
-    if _depth(value) > DEEPEST:
-        return None, end, f"the call is nested deeper than {DEEPEST} levels"
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        # "\\ud800" is JSON, but half of a surrogate pair has no UTF-8: no tokenizer or file accepts it.
-        return None, end, "a text in the call has half of a surrogate pair (\\ud800 to \\udfff)"
-    return value, end, ""
+def _nothing(text: CallText) -> str:
+    match text.format.family:
+        case "deepseek":
+            return f"there is no {text.opening} after {text.format.marks[0]}"
+        case "llama3":
+            return f"there is no JSON after {text.format.marks[0]}"
+    return "there is no call"
 
 
 def _call(value: Any, format: ToolFormat) -> ToolCall:
@@ -234,11 +308,3 @@ def _named(name: str, arguments: Any, problem: str) -> ToolCall:
     if not problem and not isinstance(arguments, dict):
         problem = "the arguments of a call must be a JSON object"
     return ToolCall(name, problem=problem) if problem else ToolCall(name, arguments)
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
-        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
-    return depth

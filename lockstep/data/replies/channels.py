@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
-from lockstep.data.replies.calls import ToolCall, bounded, call_to
+from lockstep.data.replies.calls import WrittenCall, bounded, call_to
 from lockstep.data.replies.form import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, Marked, Piece, Section
+from lockstep.data.replies.growing import CallPart, GrowingCall
 
 RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
@@ -36,7 +37,9 @@ class ChannelReply:
         """Per section, the texts of each message."""
         self._recipient = ""
         self._call_text: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: list[WrittenCall] = []
+        self._next = 0
+        self._open: GrowingCall | None = None
 
     @property
     def reasoning(self) -> str:
@@ -47,7 +50,7 @@ class ChannelReply:
         return self._joined("content")
 
     @property
-    def calls(self) -> tuple[ToolCall, ...]:
+    def calls(self) -> tuple[WrittenCall, ...]:
         """Once the reply is finished."""
         return bounded(self._calls)
 
@@ -76,7 +79,7 @@ class ChannelReply:
         if self._unmarked:
             yield Piece("structure", self._unmarked)
         self._unmarked = None
-        self._end_call(ENDS[2])
+        yield from self._end_call(ENDS[2])
 
     def _known(self, item: Marked) -> Iterator[Piece]:
         if self._unmarked:
@@ -84,7 +87,7 @@ class ChannelReply:
             yield Piece("structure", self._unmarked)
         self._unmarked = None
         if item.mark:
-            self._mark(item.mark)
+            yield from self._mark(item.mark)
         elif self._state == "header":
             self._header += item.text
         elif self._state == "body":
@@ -93,17 +96,17 @@ class ChannelReply:
         if item.text:
             yield Piece("structure", item.text)
 
-    def _mark(self, mark: str) -> None:
+    def _mark(self, mark: str) -> Iterator[Piece]:
         if mark in ENDS:
-            self._end_call("")
+            yield from self._end_call("")
             self._state = "between"
         elif mark == START:
-            self._end_call(ENDS[2])
+            yield from self._end_call(ENDS[2])
             self._state, self._header = "header", ""
         elif mark == CHANNEL:
             # Without a preceding end, it begins another message: a channel name follows, not content.
             if self._state != "header":
-                self._end_call(ENDS[2])
+                yield from self._end_call(ENDS[2])
                 self._state, self._header = "header", "assistant"
             self._header += CHANNEL
         elif mark == CONSTRAIN and self._state == "header":
@@ -132,6 +135,8 @@ class ChannelReply:
     def _body(self, text: str) -> Iterator[Piece]:
         if self._section == "call":
             self._call_text.append(text)
+            yield Piece("call", text, calls=tuple(self._called(text)))
+            return
         elif self._section in self._parts:
             messages = self._parts[self._section]
             if not messages:
@@ -141,11 +146,26 @@ class ChannelReply:
             messages[-1].append(text)
         yield Piece(self._section, text)
 
-    def _end_call(self, missing: str) -> None:
+    def _called(self, text: str) -> Iterator[CallPart]:
+        whole = "" if self._open else "".join(self._call_text).lstrip()
+        if whole.startswith("{"):
+            text = whole
+            self._open = GrowingCall(self._next, self._name)
+            self._next += 1
+        if self._open is not None:
+            yield from self._open.take(text)
+
+    @property
+    def _name(self) -> str:
+        return self._recipient.removeprefix("functions.")
+
+    def _end_call(self, missing: str) -> Iterator[Piece]:
         if self._state == "body" and self._section == "call":
-            name = self._recipient.removeprefix("functions.")
-            self._calls.append(call_to(name, "".join(self._call_text), missing))
-        self._section = "structure"
+            call = call_to(self._name, "".join(self._call_text), missing)
+            self._calls.append(call)
+            if self._open is None and call.text:
+                yield Piece("call", "", calls=(CallPart(-1, unread=call.text),))
+        self._section, self._open = "structure", None
 
     def _joined(self, section: Section) -> str:
         return "\n".join("".join(texts) for texts in self._parts[section] if texts)

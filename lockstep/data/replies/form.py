@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lockstep.data.decoding import StreamDecoder, continuation
-from lockstep.data.replies.calls import GPT_OSS, ToolFormat, tool_format
+from lockstep.data.replies.formats import GPT_OSS, ToolFormat, tool_format
+from lockstep.data.replies.growing import CallPart
+from lockstep.data.replies.tagged_calls import Parameters
 from lockstep.data.tokenizer import Tokenizer, special_ids
 
 THINK, THINK_END = "<think>", "</think>"
@@ -36,6 +38,13 @@ class ReplyForm:
     """Structural tokens by id; their text, if not from the token, is ordinary text."""
     texts: tuple[str, ...] = ()
     """Structural marks without a token in the vocabulary, which are recognized by their text."""
+    parameters: Parameters = field(default_factory=dict, hash=False)
+    """The JSON schemas of the tools' arguments, if known: some formats do not tell strings from other values."""
+
+    def with_tools(self, tools: Iterable[Mapping[str, Any]]) -> ReplyForm:
+        """The form with the schemas of tools in OpenAI's format."""
+        functions = [tool.get("function", tool) for tool in tools]
+        return replace(self, parameters={f["name"]: f.get("parameters") or {} for f in functions if "name" in f})
 
 
 PLAIN = ReplyForm()
@@ -67,6 +76,8 @@ class Piece(NamedTuple):
     text: str
     sampled: bool = True
     """False for a line break between two messages, which is not from a token."""
+    calls: tuple[CallPart, ...] = ()
+    """The parts of calls that are known with this text."""
 
 
 class Marked(NamedTuple):

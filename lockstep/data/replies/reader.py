@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.data.decoding import StreamDecoder
-from lockstep.data.replies.calls import GPT_OSS, ToolCall, ToolFormat
+from lockstep.data.replies.calls import ToolCall, WrittenCall
 from lockstep.data.replies.channels import ChannelReply
 from lockstep.data.replies.form import (
     CHANNELS,
@@ -20,6 +20,8 @@ from lockstep.data.replies.form import (
     marked,
     marked_names,
 )
+from lockstep.data.replies.formats import GPT_OSS, ToolFormat
+from lockstep.data.replies.tagged_calls import Parameters
 from lockstep.data.replies.think_tags import ThinkTagReply
 from lockstep.data.tokenizer import Tokenizer
 
@@ -36,6 +38,8 @@ class ReplyParts:
     """Without reasoning and calls."""
     calls: tuple[ToolCall, ...] = ()
     """Including those that cannot be parsed, each with its problem."""
+    written: tuple[WrittenCall, ...] = field(default=(), compare=False, repr=False)
+    """The same, with the JSON of their arguments as it is written."""
 
 
 class ReplyReader:
@@ -81,7 +85,7 @@ def read_reply(
 
 def _begin(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> ChannelReply | ThinkTagReply:
     if not form.channels:
-        return ThinkTagReply(form, _last_mark(form, tokenizer, prompt[-TAIL:]) if form.thinks else "")
+        return ThinkTagReply(form, last_mark(form, tokenizer, prompt) if form.thinks else "")
     reply = ChannelReply()
     if begin := _last_start(form, prompt):
         reply.continues(marked(form, tokenizer, prompt[begin - 1 :]))
@@ -89,7 +93,8 @@ def _begin(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> Chan
 
 
 def _parts(reply: ChannelReply | ThinkTagReply) -> ReplyParts:
-    return ReplyParts(reply.reasoning, reply.content, reply.calls)
+    written = reply.calls
+    return ReplyParts(reply.reasoning, reply.content, tuple(each.call for each in written), written)
 
 
 def _last_start(form: ReplyForm, prompt: Sequence[int]) -> int:
@@ -97,17 +102,19 @@ def _last_start(form: ReplyForm, prompt: Sequence[int]) -> int:
     return next((n for n in range(len(prompt), 0, -1) if form.ids.get(prompt[n - 1]) == START), 0)
 
 
-def _last_mark(form: ReplyForm, tokenizer: Tokenizer, tail: Sequence[int]) -> str:
+def last_mark(form: ReplyForm, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """The mark at the end of a prompt, before optional whitespace; empty if it ends with text."""
-    items = [item for item in marked(form, tokenizer, tail) if item.mark or item.text.strip()]
+    items = [item for item in marked(form, tokenizer, prompt[-TAIL:]) if item.mark or item.text.strip()]
     return items[-1].mark if items else ""
 
 
-ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>")
+ENDS = ("</s>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>")
 
 
-def parse_calls(text: str, format: ToolFormat) -> tuple[ToolCall, ...]:
+def parse_calls(text: str, format: ToolFormat, parameters: Parameters | None = None) -> tuple[ToolCall, ...]:
     """The calls in a reply, in order. One that cannot be parsed has a `problem`; nothing is raised.
+
+    parameters: the JSON schemas of the tools' arguments, for formats that do not tell strings from other values.
 
     Everything before the first `</think>` is reasoning, in which calls are ignored.
     """
@@ -116,11 +123,12 @@ def parse_calls(text: str, format: ToolFormat) -> tuple[ToolCall, ...]:
     if format is GPT_OSS:
         reply, names = ChannelReply(), CHANNELS
     else:
-        reply, names = ThinkTagReply(ReplyForm(thinks=True, calls=format)), (THINK, THINK_END, *format.marks)
+        form = ReplyForm(thinks=True, calls=format, parameters=parameters or {})
+        reply, names = ThinkTagReply(form), (THINK, THINK_END, *format.marks)
         text = text.rstrip()
         for end in ENDS:
             text = text.removesuffix(end)
     for item in marked_names(text, names):
         deque(reply.take(item), 0)
     deque(reply.finish(), 0)
-    return reply.calls
+    return tuple(each.call for each in reply.calls)

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from lockstep.data.replies.calls import BEGINS_CALL, DEEPSEEK, LLAMA3, ToolCall, calls_in
+from lockstep.data.replies.calls import BEGINS_CALL, WrittenCall, calls_in
 from lockstep.data.replies.form import THINK, THINK_END, Marked, Piece, ReplyForm
+from lockstep.data.replies.formats import LLAMA3
+from lockstep.data.replies.growing import GrowingCalls
 
 PERHAPS_CALL = re.compile(r'\{\s*("[a-z]*("\s*)?)?')
 """A beginning of JSON too short to tell whether it is a call."""
@@ -24,7 +26,7 @@ class ThinkTagReply:
 
     def __init__(self, form: ReplyForm, after: str = ""):
         self._format = form.calls
-        first = form.calls.marks[: 2 if form.calls is DEEPSEEK else 1] if form.calls else ()
+        first = form.calls.marks[: 2 if form.calls.family == "deepseek" else 1] if form.calls else ()
         self._begin_calls = frozenset(first)
         self._state: Literal["start", "reasoning", "content", "call"]
         self._state = "reasoning" if after == THINK else "start" if form.thinks else "content"
@@ -34,9 +36,8 @@ class ThinkTagReply:
         """Text whose section is undecided: whitespace, which is shown only between other text, and JSON."""
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._call_text: list[str] = []
-        self._call_length = 0
-        self._call_marks: list[tuple[int, str]] = []
+        self._parameters = form.parameters
+        self._calls = self._no_calls()
 
     @property
     def reasoning(self) -> str:
@@ -47,11 +48,11 @@ class ThinkTagReply:
         return "".join(self._content)
 
     @property
-    def calls(self) -> tuple[ToolCall, ...]:
+    def calls(self) -> tuple[WrittenCall, ...]:
         """Once the reply is finished."""
-        if self._format is None or self._state != "call":
+        if self._calls is None or self._state != "call":
             return ()
-        return calls_in("".join(self._call_text), self._call_marks, self._format)
+        return calls_in(self._calls.whole())
 
     def take(self, item: Marked) -> Iterator[Piece]:
         """The pieces that this text or mark completes."""
@@ -75,12 +76,18 @@ class ThinkTagReply:
             yield self._shown("content", self._pending)
             self._pending = ""
         yield from self._structure()
+        if self._calls is not None and self._state == "call":
+            yield Piece("call", "", calls=tuple(self._calls.finish()))
+
+    def _no_calls(self) -> GrowingCalls | None:
+        return GrowingCalls(self._format, self._parameters) if self._format else None
 
     def _close(self, item: Marked) -> Iterator[Piece]:
         if self._state in ("content", "call"):
             yield Piece("content", self._pending + item.text)
-            self._reasoning, self._content = [(self.content + "".join(self._call_text)).strip()], []
-            self._pending, self._call_text, self._call_length, self._call_marks = "", [], 0, []
+            called = self._calls.whole().text if self._calls else ""
+            self._reasoning, self._content = [(self.content + called).strip()], []
+            self._pending, self._calls = "", self._no_calls()
         else:
             yield from self._structure(item.text)
         self._state, self._closed = "start", True
@@ -131,11 +138,8 @@ class ThinkTagReply:
         return Piece(section, text)
 
     def _called(self, item: Marked) -> Piece:
-        if item.mark:
-            self._call_marks.append((self._call_length, item.mark))
-        self._call_text.append(item.mark or item.text)
-        self._call_length += len(self._call_text[-1])
-        return Piece("call", item.text)
+        assert self._calls is not None  # only a format has calls
+        return Piece("call", item.text, calls=tuple(self._calls.take(item.mark or item.text, item.mark)))
 
     def _structure(self, text: str = "") -> Iterator[Piece]:
         """Yields the pending text and `text` as structure, which is not shown."""

@@ -7,22 +7,24 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.data import StreamDecoder, decoding_context
-from lockstep.data.replies import PLAIN, ReplyForm, ReplyReader
+from lockstep.data.replies import PLAIN, ReplyParts, ReplyReader
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
 from lockstep.generate.server.protocol import SamplingRequest
-from lockstep.generate.server.responses import Piece, Reply, ReplyWriter, usage_of
+from lockstep.generate.server.responses import CallPiece, Piece, Reply, ReplyWriter, Whole, usage_of
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.text import GrowingText, StopString
+from lockstep.generate.server.tools import ReplyPlan, grammar_for
 from lockstep.generate.server.watch import EventStream
 
 LONG_TEXT = 4096
@@ -58,15 +60,18 @@ async def answer(
     prompts: list[list[int]],
     max_tokens: int,
     top_logprobs: int | None,
+    plan: ReplyPlan,
     chat: bool,
     begun: Sequence[Completion] = (),
 ) -> Response:
     """Samples the prompts and responds, streamed if requested.
 
+    plan: how the replies are sampled and read; prompts with a grammar end with the same tag.
     begun: with a single prompt, the tokens so far of its samples, which continue from there.
     """
     _check_length(service, prompts, max_tokens, body)
-    params = body.sampling_params(max_tokens, top_logprobs or 0)
+    grammar = await grammar_for(service, plan, prompts[0])
+    params = replace(body.sampling_params(max_tokens, top_logprobs or 0), grammar=grammar)
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
@@ -81,9 +86,7 @@ async def answer(
     record = record_of(request)
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
-    # A completion is plain text: its reasoning is not parsed.
-    form = service.reply_form if chat else PLAIN
-    steps = _steps(service, record, prompts, params, begun, form)
+    steps = _steps(service, record, prompts, params, begun, plan)
     if not body.stream:
         return await _whole(service, reply, record, steps)
     # The first item is empty: the request has been accepted, and the response can begin.
@@ -125,7 +128,7 @@ async def _steps(
     prompts: list[list[int]],
     params: SamplingParams,
     begun: Sequence[Completion],
-    form: ReplyForm,
+    plan: ReplyPlan,
 ) -> AsyncGenerator[list[Piece], None]:
     """Yields an empty list once the engine has accepted the prompts, then what each step adds to the choices."""
     stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
@@ -135,8 +138,8 @@ async def _steps(
         context = decoding_context(service.tokenizer, prompt)
         for _ in range(params.n):
             decoder = StreamDecoder(service.tokenizer, context)
-            text = GrowingText(decoder, stop, stop_ids, ReplyReader(form, decoder, prompt))
-            choices.append(_Choice(text, form is not PLAIN))
+            text = GrowingText(decoder, stop, stop_ids, ReplyReader(plan.form, decoder, prompt))
+            choices.append(_Choice(text, plan))
     if begun:
         await service.in_turn(partial(_push_begun, choices, begun))
     try:
@@ -162,10 +165,32 @@ async def _steps(
 class _Choice:
     """A sample in progress."""
 
-    def __init__(self, text: GrowingText, is_chat: bool):
-        self.text, self.is_chat = text, is_chat
+    def __init__(self, text: GrowingText, plan: ReplyPlan):
+        self.text, self.plan = text, plan
         self.tokens = 0
         self.first_token = 0.0
+        self.call_ids: dict[int, str] = {}
+
+    def calls(self) -> list[CallPiece]:
+        """The parts of calls that the last token has completed."""
+        pieces = []
+        for part in self.text.calls:
+            if part.index == 0 or (part.index > 0 and self.plan.parallel):
+                new = part.index not in self.call_ids
+                call_id = self.call_ids.setdefault(part.index, self.plan.call_id() if new else "")
+                pieces.append(CallPiece(part.index, call_id, part.name, part.arguments))
+        return pieces
+
+    def whole(self, parts: ReplyParts) -> tuple[str, list[CallPiece]]:
+        """The content of a finished reply and its calls. The text of a call that cannot be parsed is content."""
+        written = [each for each in parts.written if not each.call.problem]
+        unread = [each.text for each in parts.written if each.call.problem and each.text]
+        content = "\n".join([parts.content, *unread] if parts.content else unread)
+        calls = written if self.plan.parallel else written[:1]
+        return content, [
+            CallPiece(number, self.call_ids.get(number) or self.plan.call_id(), each.call.name, each.arguments)
+            for number, each in enumerate(calls)
+        ]
 
 
 def _push_begun(choices: list[_Choice], begun: Sequence[Completion]) -> None:
@@ -189,8 +214,14 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     # A stop string may be completed by the replacement for an incomplete last character.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
     # Not for completions, which may continue a begun sample.
-    parts = choice.text.parts() if last and choice.is_chat else None
-    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, choice.text.reasoning, parts)
+    parts = choice.text.parts() if last and choice.plan.form is not PLAIN else None
+    calls = choice.calls()
+    if reason == "stop" and choice.call_ids:
+        reason = "tool_calls"
+    reasoning, whole = choice.text.reasoning, None
+    if parts is not None:
+        whole = Whole(parts.reasoning, *choice.whole(parts))
+    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, reasoning, whole, calls)
 
 
 async def _whole(
@@ -206,8 +237,7 @@ async def _whole(
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
     for piece in ordered:
-        if piece.parts is not None:
-            piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning
+        piece.complete()
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
     # Many long samples have hundreds of thousands of log-probabilities.
     in_thread = service.in_turn if record.completion_tokens > LONG_ANSWER else asyncio.to_thread

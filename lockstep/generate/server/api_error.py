@@ -54,6 +54,10 @@ def engine_failed() -> ApiError:
     return ApiError(503, "the engine has failed; see the server's log, and restart it", code="engine_failed")
 
 
+def grammar_failed(problem: str) -> ApiError:
+    return ApiError(400, f"the schema or grammar cannot be followed any more: {problem}", code="unsupported_schema")
+
+
 def not_finite() -> ApiError:
     # The official clients retry a request after 500 unless this header forbids it.
     return ApiError(

@@ -30,6 +30,7 @@ from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
+from lockstep.generate.server.tools import ReplyPlan
 from lockstep.generate.server.watch import ClientGone, watch
 from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
@@ -94,9 +95,10 @@ async def _complete(service: Service, request: Request, data: bytes) -> Response
     _check_model(service, body.model)
     body.check_fields()
     prompts = await _prompts(service, body.prompt, body.n or 1)
+    plan = ReplyPlan(content=body.content_rule(), content_field=body.content_field)
     max_tokens = body.max_tokens or COMPLETION_TOKENS
     begun = _begun(service, body, len(prompts), max_tokens)
-    return await answer(service, request, body, prompts, max_tokens, body.logprobs, chat=False, begun=begun)
+    return await answer(service, request, body, prompts, max_tokens, body.logprobs, plan, chat=False, begun=begun)
 
 
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
@@ -117,10 +119,17 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
             "weights",
             code="no_chat_template",
         )
-    messages = [message.plain(service.between) for message in body.messages]
+    plan = body.plan(service)
+    try:
+        messages = [message.plain(service.between, service.call_layout) for message in body.messages]
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), "messages", "chat_template") from error
     values, of_values = _template_values(service.template, body)
+    if tools := plan.described:
+        values, of_values = values | {"tools": tools}, of_values + len(json.dumps(tools))
     # Reasoning has two keys, of which a template writes one.
-    characters = sum(len(m["content"]) + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
+    characters = sum(len(m["content"] or "") + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
+    characters += sum(len(json.dumps(m["tool_calls"])) for m in messages if "tool_calls" in m)
     check_text(service, characters, "messages")
     render = partial(service.template.render, messages, **values)
     try:
@@ -132,7 +141,7 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     (prompt,) = await encode(service, [text], "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, plan, chat=True)
 
 
 def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[str, Any], int]:

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data.messages import SHOWN_REASONING
+from lockstep.data.chat import ChatTemplateError
+from lockstep.data.messages import SHOWN_REASONING, CallLayout
 from lockstep.errors import closest
 from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.reply_grammar import ContentRule
+from lockstep.generate.server.tool_bodies import (
+    CHOICE,
+    MOST_TOOLS,
+    CallBody,
+    Choice,
+    NamedChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolBody,
+    content_rule,
+    tools_of,
+)
+from lockstep.generate.server.tools import ReplyPlan, plan_reply
+
+if TYPE_CHECKING:
+    from lockstep.generate.server.service import Service
 
 LARGEST = 2**31 - 1
 Item = TypeVar("Item")
@@ -23,7 +41,6 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 
 IGNORED = {
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -34,7 +51,7 @@ IGNORED = {
 """Fields that do not affect the response."""
 IGNORED_IN_PARTS = {"cache_control", "id", "index"}
 """The same, of a message or of a part of it."""
-UNSUPPORTED_IN_MESSAGES = {"audio", "function_call", "refusal", "tool_calls"}
+UNSUPPORTED_IN_MESSAGES = {"audio", "function_call", "refusal"}
 """OpenAI's message fields that are not supported: never taken for a misspelled field."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values with which an unknown field of a part is accepted."""
@@ -47,12 +64,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     # Of vLLM and SGLang.
     **dict.fromkeys(("allowed_token_ids", "chat_template", "prompt_logprobs", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("add_special_tokens", "continue_final_message", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning", "separate_reasoning"), (True,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
@@ -63,6 +79,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
 }
 """Unsupported fields, with the values that have no effect."""
+INSTEAD = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "guided_json": 'send structured_outputs: {"json": …}',
+    "guided_regex": 'send structured_outputs: {"regex": …}',
+    "guided_choice": 'send structured_outputs: {"choice": …}',
+    "guided_grammar": 'send structured_outputs: {"grammar": …}',
+}
+"""What to send in place of an unsupported field, where it is not to be removed."""
 
 
 class Options(BaseModel):
@@ -93,6 +118,10 @@ class SamplingRequest(BaseModel):
     stream: bool | None = None
     stream_options: Options | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = Field(None, description="an object with type")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="an object with one of json, regex, choice, grammar and json_object"
+    )
     return_routes: Literal["digest", "whole"] | None = Field(
         None, description="digest or whole: the experts of each token, in addition to its id (return_token_ids)"
     )
@@ -114,11 +143,14 @@ class SamplingRequest(BaseModel):
             if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
                 continue
             if name in NEUTRAL:
-                raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
+                message = f"{name} is not supported here; {INSTEAD.get(name, 'remove it')}"
+                raise ApiError(400, message, name[:64], "unsupported_parameter")
             hint = _hint(name, self)
             if not hint and not closest(name[:64], fields) and closest(name[:64], NEUTRAL):
                 hint = " It looks like one that is not supported here; remove it"
             raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
+        for part in ("response_format", "structured_outputs"):
+            refuse_unknown_in(getattr(self, part), part)
         if self.stream_options is not None:
             _refuse_unknown(self.stream_options, "stream_options", ())
             if not self.stream:
@@ -133,6 +165,15 @@ class SamplingRequest(BaseModel):
             raise ApiError(
                 400, "temperature is below 0.01; use 0, which selects the likeliest token, or more", "temperature"
             )
+
+    @property
+    def content_field(self) -> str:
+        """The name of the field that says what the content must be."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    def content_rule(self) -> ContentRule | None:
+        """What the content must be; None if it may be any text. Raises ApiError for fields that contradict."""
+        return content_rule(self.response_format, self.structured_outputs)
 
     def sampling_params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -200,14 +241,23 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="what an earlier answer had as its reasoning")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
+    tool_calls: Strictly[CallBody] | None = Field(None, max_length=1024, description="a list of up to 1024 calls")
 
-    def plain(self, between: str = "\n") -> dict[str, Any]:
-        """The message in the form that templates expect: the content is one string, its parts joined by `between`."""
+    def plain(self, between: str = "\n", layout: CallLayout | None = None) -> dict[str, Any]:
+        """The message in the form that templates expect: the content is one string, its parts joined by `between`.
+
+        layout: what the template expects of calls. Raises ChatTemplateError for calls that it cannot be given.
+        """
         content = self.content
         text = between.join(part.text for part in content) if isinstance(content, list) else content or ""
         thought = self.reasoning_content or self.reasoning or None
         optional = {"name": self.name, "tool_call_id": self.tool_call_id, **dict.fromkeys(SHOWN_REASONING, thought)}
-        return {"role": self.role, "content": text} | {k: v for k, v in optional.items() if v is not None}
+        message = {"role": self.role, "content": text} | {k: v for k, v in optional.items() if v is not None}
+        if not self.tool_calls:
+            return message
+        if layout is None:
+            raise ChatTemplateError("the model's chat template does not show tool calls")
+        return layout.message(message | {"tool_calls": [call.plain() for call in self.tool_calls]})
 
 
 class ChatRequest(SamplingRequest):
@@ -220,6 +270,11 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="an object of values that the chat template reads, such as enable_thinking"
     )
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        None, description=f"a list of up to {MOST_TOOLS} tools"
+    )
+    tool_choice: Choice | None = Field(None, description=CHOICE)
+    parallel_tool_calls: bool | None = None
 
     @property
     def prompt_field(self) -> str:
@@ -237,12 +292,31 @@ class ChatRequest(SamplingRequest):
                 _refuse_unknown(part, f"messages.{position}.content.{number}")
             if (message.reasoning_content or message.reasoning) and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}: only the assistant's messages have reasoning", "messages")
+            for number, call in enumerate(message.tool_calls or ()):
+                refuse_unknown_in(call, f"messages.{position}.tool_calls.{number}")
+                if message.role != "assistant":
+                    raise ApiError(400, f"messages.{position}: only the assistant's messages have calls", "messages")
             if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}.content must be {CONTENT}", "messages")
+        for number, tool in enumerate(self.tools or ()):
+            refuse_unknown_in(tool, f"tools.{number}")
+        refuse_unknown_in(self.tool_choice, "tool_choice")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_tokens")
+
+    def plan(self, service: Service) -> ReplyPlan:
+        """How the reply is sampled and read. Raises ApiError for tools that are invalid or of no use to the model."""
+        choice = self.tool_choice or "auto"
+        return plan_reply(
+            service,
+            tools_of(self.tools or ()),
+            (choice.function.name,) if isinstance(choice, NamedChoice) else choice,
+            self.parallel_tool_calls is not False,
+            self.content_rule(),
+            self.content_field,
+        )
 
 
 class WeightsRequest(BaseModel):
@@ -251,6 +325,14 @@ class WeightsRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     path: str | None = Field(None, min_length=1, max_length=4096)
     version: int | None = Field(None, ge=0, lt=2**63)
+
+
+def refuse_unknown_in(part: Any, where: str) -> None:
+    """Raises ApiError for an unknown field of a part of the body, or of a part of that."""
+    if isinstance(part, BaseModel):
+        _refuse_unknown(part, where)
+        for name in type(part).model_fields:
+            refuse_unknown_in(getattr(part, name), f"{where}.{name.rstrip('_')}")
 
 
 def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:

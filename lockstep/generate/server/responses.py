@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lockstep.data import Tokenizer
 from lockstep.data.decoding import token_bytes, token_text
-from lockstep.data.replies import ReplyParts
 from lockstep.generate.sampling_params import TokenEvent
 
 DONE = "data: [DONE]\n\n"
@@ -27,6 +26,15 @@ class CallPiece:
     arguments: str = ""
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A finished choice, parsed at once."""
+
+    reasoning: str
+    content: str
+    calls: list[CallPiece]
+
+
 @dataclass
 class Piece:
     """The output of one step, or of all steps so far, for a choice."""
@@ -42,8 +50,8 @@ class Piece:
     finish_reason: str | None = None
     reasoning: str = ""
     """Only in chats."""
-    parts: ReplyParts | None = None
-    """The whole text of a finished choice, parsed at once; None if the pieces count."""
+    whole: Whole | None = None
+    """If it is the last piece of a choice: all of it; None if the pieces count."""
     calls: list[CallPiece] = field(default_factory=list)
     """Parts of tool calls, in order."""
 
@@ -53,7 +61,33 @@ class Piece:
         self.events += later.events
         self.offsets += later.offsets
         self.calls += later.calls
-        self.finish_reason, self.parts = later.finish_reason, later.parts
+        self.finish_reason, self.whole = later.finish_reason, later.whole
+
+    def complete(self) -> None:
+        """Makes a piece of all steps the whole choice: without calls that cannot be parsed, each call as one piece."""
+        if self.whole is not None:
+            self.text, self.reasoning, self.calls = self.whole.content, self.whole.reasoning, self.whole.calls
+        else:
+            self.calls = [call for call in _joined(self.calls) if _is_object(call.arguments)]
+        if self.finish_reason == "tool_calls" and not self.calls:
+            self.finish_reason = "stop"
+        elif self.finish_reason == "stop" and self.calls:
+            self.finish_reason = "tool_calls"
+
+
+def _joined(pieces: list[CallPiece]) -> list[CallPiece]:
+    joined: dict[int, CallPiece] = {}
+    for piece in pieces:
+        begun = joined.get(piece.index)
+        joined[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments) if begun else piece
+    return list(joined.values())
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class ReplyWriter(Protocol):
@@ -107,7 +141,7 @@ class Reply:
     def shows(self, piece: Piece) -> bool:
         """Whether a chunk with this piece would contain anything for the client."""
         exact = self.token_ids or self.top_logprobs is not None
-        return bool(piece.text or piece.reasoning or piece.finish_reason or (exact and piece.events))
+        return bool(piece.text or piece.reasoning or piece.calls or piece.finish_reason or (exact and piece.events))
 
     # JSON is written token by token: json.dumps of a whole response holds the GIL, and so does the garbage collection
     # of hundreds of thousands of objects.
@@ -190,9 +224,20 @@ def _message(piece: Piece, whole: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"} if piece.first else {}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning
-    if whole or piece.text or not piece.reasoning:
-        message["content"] = piece.text
+    if whole or piece.text or not (piece.reasoning or piece.calls):
+        # As OpenAI's: a message of only calls has no content.
+        message["content"] = piece.text or (None if whole and piece.calls else "")
+    if piece.calls:
+        message["tool_calls"] = [_call(call, whole) for call in piece.calls]
     return message | ({"refusal": None} if whole else {})
+
+
+def _call(call: CallPiece, whole: bool) -> dict[str, Any]:
+    """A call, or a part of it: its id, type and name are only in the first one."""
+    function = {"name": call.name} if whole or call.name else {}
+    begun = {"id": call.id, "type": "function"} if whole or call.name else {}
+    index = {} if whole else {"index": call.index}
+    return {**index, **begun, "function": {**function, "arguments": call.arguments}}
 
 
 def server_sent_event(content: str) -> str:

@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.config import ServeConfig
 from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate
-from lockstep.data.messages import between_parts
+from lockstep.data.messages import CallLayout, between_parts, call_layout
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
@@ -44,6 +44,8 @@ class Service:
     """How chat replies are split into reasoning and content."""
     between: str = field(init=False)
     """The separator that the chat template writes between two parts of a message's content."""
+    call_layout: CallLayout | None = field(init=False)
+    """What the chat template expects of tool calls in the history."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
     metrics: Metrics = field(init=False)
@@ -51,6 +53,7 @@ class Service:
     def __post_init__(self) -> None:
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
         self.between = between_parts(self.template) if self.template else ""
+        self.call_layout = call_layout(self.template) if self.template else None
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
         self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.data import StreamDecoder
-from lockstep.data.replies import Piece, ReplyParts, ReplyReader, reply_form
+from lockstep.data.replies import CallPart, Piece, ReplyParts, ReplyReader, reply_form
 
 
 class StopString:
@@ -53,6 +53,8 @@ class GrowingText:
         """A stop string was found."""
         self.reasoning = ""
         """The reasoning that can be shown after the last token."""
+        self.calls: list[CallPart] = []
+        """The same of calls."""
 
     def parts(self) -> ReplyParts | None:
         """The parts of the finished sample; None if a stop string ended it: then the pushed texts count."""
@@ -61,18 +63,23 @@ class GrowingText:
     def push(self, token: int, last: bool) -> str:
         """The content that can be shown after `token`; if it is the last, everything up to the end or the stop string.
 
-        Sets `reasoning` to that of this token.
+        Sets `reasoning` and `calls` to those of this token.
         """
-        new = [] if last and token in self._stop_ids else self._reader.push(token)
+        # Of gpt-oss's end tokens one also ends a call.
+        ends = last and token in self._stop_ids and token not in self._reader.form.ids
+        new = [] if ends else self._reader.push(token)
         if last:
             new += self._reader.finish()
         self.length += _length(new)
         content = self.reasoning = ""
+        self.calls = []
         for piece in self._before_stop(new, last) if self._stop else new:
             if piece.section == "content":
                 content += piece.text
             elif piece.section == "reasoning":
                 self.reasoning += piece.text
+            self.calls += piece.calls
+            content += "".join(part.unread for part in piece.calls)
         return content
 
     def _before_stop(self, new: list[Piece], last: bool) -> list[Piece]:
@@ -124,8 +131,9 @@ def _split(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece
                 return first, list(pieces[number:])
             first.append(piece)
         elif len(piece.text) > count:
+            # A call's part is known with the last character.
             begin, rest = piece.text[:count], piece.text[count:]
-            return [*first, piece._replace(text=begin)], [piece._replace(text=rest), *pieces[number + 1 :]]
+            return [*first, piece._replace(text=begin, calls=())], [piece._replace(text=rest), *pieces[number + 1 :]]
         else:
             first.append(piece)
             count -= len(piece.text)

@@ -36,9 +36,9 @@ RENDERED = (
 )
 UNSHOWN = "the chat template of %s does not show tools, so the model does not see those of %s; list them in the prompt"
 UNREAD = (
-    "the chat template of %s shows the tools of %s, but its call format is not Qwen3's, Llama 3.1's, DeepSeek's or "
-    "gpt-oss's, so no call is parsed and no tool runs; parse them in `converse`, or train a model with one of these "
-    "formats"
+    "the chat template of %s shows the tools of %s, but writes calls in a format that is not known, so no call is "
+    "parsed and no tool runs; parse them in `converse`, or train a model with a known format (Qwen's, GLM's, "
+    "Llama 3.1's, DeepSeek's, Mistral's or gpt-oss's)"
 )
 NO_TEMPLATE = "%s has no chat template, so the model does not see the tools of %s; list them in the prompt"
 
@@ -75,7 +75,8 @@ class Rendering:
         self.schemas: list[dict[str, Any]] | None = None
         if tools:
             self.schemas = [schema_of(tool) for tool in tools]
-        self.form = reply_form(tokenizer, template.used_with(self.schemas).source if template else None, bool(tools))
+        source = template.used_with(self.schemas).source if template else None
+        self.form = reply_form(tokenizer, source, bool(tools)).with_tools(self.schemas or ())
         """How replies are parsed."""
         self.end_ids = ends_of_text(end_ids, tokenizer, template)
         """Tokens that end a reply."""
