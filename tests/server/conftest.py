@@ -162,3 +162,27 @@ def server(chat_folder):
 def client(server):
     with server.openai() as client:
         yield client
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """say(server, parts): the model's next tokens are those of the parts of a text; returns these.
+
+    ends: the sample ends with them by itself, whatever max_tokens is; send ignore_eos.
+    """
+    left, options = [], {}
+
+    def replaced(event):
+        reason = "stop" if options["ends"] and len(left) == 1 else event.finish_reason
+        return dataclasses.replace(event, token_id=left.pop(0), finish_reason=reason)
+
+    def begin(server, parts, ends=False):
+        script = [token for part in parts for token in server.service.tokenizer.encode(part)]
+        server.wait_until(server.all_pages_free)  # an earlier answer may not have been aborted yet
+        left[:], options["ends"] = script, ends
+        if "step" not in vars(server.engine):
+            step = server.engine.step
+            monkeypatch.setattr(server.engine, "step", lambda: [replaced(event) if left else event for event in step()])
+        return script
+
+    return begin

@@ -1,7 +1,5 @@
 """Reasoning apart from content in the server's answers: the official client, and the route as it is."""
 
-import dataclasses
-
 import pytest
 
 from lockstep.data import StreamDecoder, load_tokenizer
@@ -58,25 +56,6 @@ def test_a_stream_has_the_reasoning_in_deltas_of_its_own(thinking):
     assert not any(thought and content for thought, content in zip(thoughts, contents))
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
     assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-@pytest.fixture
-def say(monkeypatch):
-    """say(server, parts): the model's next tokens are those of the parts of a text; returns these."""
-
-    left = []
-
-    def begin(server, parts):
-        script = [token for part in parts for token in server.service.tokenizer.encode(part)]
-        left[:] = script
-        if "step" not in vars(server.engine):
-            step = server.engine.step
-            monkeypatch.setattr(
-                server.engine, "step", lambda: [dataclasses.replace(event, token_id=left.pop(0)) for event in step()]
-            )
-        return script
-
-    return begin
 
 
 def test_a_lone_end_of_reasoning_is_read_in_a_whole_answer_and_streamed_as_it_comes(thinking, say):
