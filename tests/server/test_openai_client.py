@@ -108,9 +108,13 @@ def _message(message):
 REFUSED = [
     ({"prompt": "x", "echo": True}, "echo", "echo"),
     ({"prompt": "x", "presence_penalty": -1}, "presence_penalty", "presence_penalty"),
-    ({"prompt": "x", "guided_json": {"a": 1}}, "guided_json", "guided_json is not supported here; remove it"),
+    (
+        {"prompt": "x", "guided_json": {"a": 1}},
+        "guided_json",
+        "guided_json is not supported here; send structured_outputs",
+    ),
     ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "is not supported here; remove it"),
-    ({"messages": ONE, "tools": [TOOL]}, "tools", "tools is not supported"),
+    ({"messages": ONE, "tools": [TOOL]}, "tools", "chat template does not show tools"),
     ({"prompt": "x", "temperatur": 0.5}, "temperatur", 'Did you mean "temperature"'),
     ({"promt": "x"}, "prompt", "prompt is missing; there is 'promt'"),
     ({}, "prompt", "prompt is missing"),
@@ -120,7 +124,7 @@ REFUSED = [
             ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, f"messages.0.content {TEXT}"),
             ({"role": "user"}, f"messages.0.content {TEXT}"),
             ({"role": "assistant", "content": "x", "weight": 0}, "messages.0.weight is not supported here; remove it"),
-            ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls is not supported here; remove"),
+            ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function is missing"),
             ("x", "messages.0: Input should be"),
             (
                 {"role": "user", "content": [{"type": "text", "text": "x", "texts": ["y"]}]},

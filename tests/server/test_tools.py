@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Tools in chats: what the prompt shows of them, and calls in the answers, whole and streamed, by the official client."""
 
 import json

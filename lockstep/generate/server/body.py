@@ -84,7 +84,8 @@ def _described(path: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[int,
     for length, part in enumerate(path, 1):
         if isinstance(part, int):
             continue
-        if (field := kind.model_fields.get(part)) is None:
+        # A field whose name pydantic has taken ends with an underscore here.
+        if (field := kind.model_fields.get(part) or kind.model_fields.get(f"{part}_")) is None:
             break  # what follows names a type of a union
         if field.description:
             innermost = length, field.description
