@@ -75,14 +75,14 @@ def both(tokenizer, name, text, parts=None):
     assert reader.parts() == whole and reader.parts().written == whole.written
     grown, unread = {}, []
     for part in (part for piece in pieces for part in piece.calls):
-        if part.index < 0:
+        if part.call < 0:
             unread.append(part.unread)
-        elif part.index not in grown:
+        elif part.call not in grown:
             assert part.name, "the first part of a call has its name"
-            grown[part.index] = (part.name, part.arguments)
+            grown[part.call] = (part.name, part.arguments)
         else:
             assert not part.name
-            grown[part.index] = (grown[part.index][0], grown[part.index][1] + part.arguments)
+            grown[part.call] = (grown[part.call][0], grown[part.call][1] + part.arguments)
     fine = [(each.call.name, each.arguments) for each in whole.written if not each.call.problem]
     bad = [each for each in whole.written if each.call.problem]
     if not bad:
@@ -212,8 +212,8 @@ def test_a_damaged_call_is_read_the_same_whole_and_as_it_comes(tokenizers, name)
         reader = ReplyReader(form, StreamDecoder(tokenizers[name]))
         pieces = [piece for token in some for piece in reader.push(token)] + reader.finish()
         joined = {}
-        for part in (part for piece in pieces for part in piece.calls if part.index >= 0):
-            joined[part.index] = joined.get(part.index, "") + part.name + part.arguments
+        for part in (part for piece in pieces for part in piece.calls if part.call >= 0):
+            joined[part.call] = joined.get(part.call, "") + part.name + part.arguments
         assert reader.parts() == whole
         fine = [each.call.name + each.arguments for each in whole.written if not each.call.problem]
         assert [each for each in fine if each not in joined.values()] == []

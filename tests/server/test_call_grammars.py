@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Grammars of replies: what random draws under their masks make of every family's calls, reasoning and content."""
 
 import json

@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 
-from lockstep.generate.server.schema_check import unknown_keyword
+from lockstep.generate.server.schema_check import is_endless, unknown_keyword
 
 SCHEMA = {
     "type": "object",
@@ -58,6 +58,10 @@ def refused(server, **body):
     return answer.json()["error"]
 
 
+ENDLESS = {
+    "$defs": {"Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}, "required": ["next"]}},
+    "$ref": "#/$defs/Node",
+}
 OVERLAPPING = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 DEEP = {"type": "string"}
 for _ in range(80):
@@ -80,6 +84,7 @@ for _ in range(80):
         ({"$ref": "http://example.com/schema.json"}, "example.com"),
         ({"type": "text"}, "Invalid type: text"),
         (DEEP, "recursion limit"),
+        (ENDLESS, "every value would contain another one without end"),
     ],
     ids=str,
 )
@@ -128,6 +133,22 @@ def test_annotations_are_no_restrictions_and_are_accepted(server):
     jsonschema.validate(json.loads(content), SCHEMA)
     named = {"type": "object", "properties": {"minlength": {"type": "string"}, "$defs": {"type": "string"}}}
     assert unknown_keyword(named) == "", "a property may have any name"
+
+
+def test_a_schema_of_itself_that_can_end_is_not_endless():
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+    maybe = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
+    nullable = {"type": "object", "properties": {"next": maybe}, "required": ["next"]}
+    tree = {
+        "type": "object",
+        "properties": {"parts": {"type": "array", "items": {"$ref": "#/$defs/Node"}}},
+        "required": ["parts"],
+    }
+    for one in (node, nullable, tree):
+        assert not is_endless({"$defs": {"Node": one}, "$ref": "#/$defs/Node"})
+    tree["properties"]["parts"]["minItems"] = 1
+    assert is_endless({"$defs": {"Node": tree}, "$ref": "#/$defs/Node"})
+    assert not is_endless(_doubling(60))
 
 
 def _doubling(levels):

@@ -14,7 +14,7 @@ from lockstep.data.replies.tagged_calls import Parameters
 class CallPart(NamedTuple):
     """A part of a call: the first one has the name, and all of a call's fragments joined are its arguments' JSON."""
 
-    index: int
+    call: int
     """Which of the reply's calls, without those that cannot be parsed; -1: of none."""
     name: str = ""
     arguments: str = ""

@@ -62,8 +62,7 @@ def _consecutive(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """An argument's value: a string if the schema says so, else JSON if it is; a string if it is neither."""
     properties = schema.get("properties")
-    described = isinstance(properties, Mapping) and key in properties
-    types = types_of(properties[key], schema) if described else set()
+    types = types_of(properties.get(key), schema) if isinstance(properties, Mapping) else set()
     if types == {"string"}:
         return text
     stripped = text.strip()

@@ -175,10 +175,10 @@ class _Choice:
         """The parts of calls that the last token has completed."""
         pieces = []
         for part in self.text.calls:
-            if part.index == 0 or (part.index > 0 and self.plan.parallel):
-                new = part.index not in self.call_ids
-                call_id = self.call_ids.setdefault(part.index, self.plan.call_id() if new else "")
-                pieces.append(CallPiece(part.index, call_id, part.name, part.arguments))
+            if part.call == 0 or (part.call > 0 and self.plan.parallel):
+                new = part.call not in self.call_ids
+                call_id = self.call_ids.setdefault(part.call, self.plan.call_id() if new else "")
+                pieces.append(CallPiece(part.call, call_id, part.name, part.arguments))
         return pieces
 
     def whole(self, parts: ReplyParts) -> tuple[str, list[CallPiece]]:

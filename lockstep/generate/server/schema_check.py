@@ -1,9 +1,11 @@
-"""Keywords of JSON schemas that the grammar's compiler would pass over in silence."""
+"""What the compiler of grammars does not find in a JSON schema: unknown keywords, and values without an end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from lockstep.data.replies.tagged_calls import referred
 
 ANNOTATIONS = frozenset(
     (
@@ -52,3 +54,54 @@ def unknown_keyword(schema: Any) -> str:
             elif key not in KNOWN and not key.startswith("x-"):
                 return where
     return ""
+
+
+MOST_ROUNDS = 64
+
+
+def is_endless(schema: Mapping[str, Any]) -> bool:
+    """Whether every value that fits the schema would contain another one without end, as of an object that requires
+    one of its own kind."""
+    references = _references(schema)
+    finite: set[str] = set()
+    for _ in range(MOST_ROUNDS):
+        new = {name for name in references - finite if _ends(referred(name, schema), finite)}
+        if not new:
+            return not _ends(schema, finite)
+        finite |= new
+    return False
+
+
+def _references(schema: Any) -> set[str]:
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            if isinstance(name := part.get("$ref"), str):
+                found.add(name)
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return found
+
+
+def _ends(schema: Any, finite: set[str]) -> bool:
+    """Whether some value fits that ends, if those of the `finite` references do."""
+    if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
+        return True
+    if isinstance(name := schema.get("$ref"), str) and name not in finite:
+        return False
+    for key, holds in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        if isinstance(parts := schema.get(key), list) and not holds(_ends(part, finite) for part in parts):
+            return False
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    if not types or types - {"object", "array"}:
+        return True
+    properties, required = schema.get("properties"), schema.get("required")
+    if "object" in types:
+        needed = required if isinstance(required, list) and isinstance(properties, Mapping) else []
+        if all(_ends(properties.get(key), finite) for key in needed if properties):
+            return True
+    return "array" in types and (not schema.get("minItems") or _ends(schema.get("items"), finite))

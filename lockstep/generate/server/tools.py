@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.reply_grammar import CallRule, ContentRule, reply_grammar
-from lockstep.generate.server.schema_check import unknown_keyword
+from lockstep.generate.server.schema_check import is_endless, unknown_keyword
 
 if TYPE_CHECKING:
     from lockstep.generate.server.service import Service
@@ -161,11 +161,14 @@ def _is_enforced(service: Service, plan: ReplyPlan, tool: Tool) -> bool:
 
 
 def _check_keywords(plan: ReplyPlan) -> None:
-    """Raises ApiError for keywords that nobody knows: a misspelled one would be ignored."""
+    """Raises ApiError for what the compiler accepts in silence: keywords that nobody knows, and endless values."""
     schemas = [(f"the tool {tool.name}", tool.schema, "tools") for tool in plan.tools if tool.strict]
     if plan.content is not None and plan.content.schema is not None:
         schemas.append(("the schema", plan.content.schema, plan.content_field))
     for what, schema, field in schemas:
         if unknown := unknown_keyword(schema):
             message = f"{what}: {unknown[:120]} is not a keyword that is enforced; remove it"
+            raise ApiError(400, message, field, "unsupported_schema")
+        if is_endless(schema):
+            message = f"{what} cannot be satisfied: every value would contain another one without end"
             raise ApiError(400, message, field, "unsupported_schema")
