@@ -127,7 +127,7 @@ def _open(tokenizer: Tokenizer, vocab: int, end_ids: list[int]) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
         raise UserError(
-            "grammars and JSON schemas need llguidance; install it with: pip install 'lockstep[structured]'"
+            "grammars, JSON schemas and forced tool calls need llguidance, which is missing; pip install llguidance"
         ) from None
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return LLTokenizer(tokenizer.definition(), n_vocab=vocab, eos_token=end_ids)

@@ -63,8 +63,6 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """An argument's value: a string if the schema says so, else JSON if it is; a string if it is neither."""
     properties = schema.get("properties")
     types = types_of(properties.get(key), schema) if isinstance(properties, Mapping) else set()
-    if types == {"string"}:
-        return text
     stripped = text.strip()
     lower = stripped.lower()
     # Templates write Python's True and None.
@@ -73,12 +71,9 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
         value, end, problem = read_json(stripped, 0)
     if problem or end < len(stripped):
         return text
-    fits = not types or any(_is_of(value, kind) for kind in ORDER if kind in types)
-    if not fits and "string" not in types and not isinstance(value, str):
-        fits = True  # of another type than asked for: the tool's own check says so better than a string
-    if isinstance(value, str):
-        return text if "string" in types else value
-    return value if fits else text
+    # Of no type that the schema has: the tool's own check says so better than a string would.
+    is_other = not any(_is_of(value, kind) for kind in ORDER if kind in types)
+    return text if "string" in types and is_other else value
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -212,7 +212,7 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     if last:
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
     # A stop string may be completed by the replacement for an incomplete last character.
-    reason = "stop" if last and choice.text.stopped else event.finish_reason
+    reason: str | None = "stop" if last and choice.text.stopped else event.finish_reason
     # Not for completions, which may continue a begun sample.
     parts = choice.text.parts() if last and choice.plan.form is not PLAIN else None
     calls = choice.calls()
