@@ -54,6 +54,12 @@ DEEPSEEK_V31 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
 
+# V3's and R1's, with a type and a fence around the JSON.
+DEEPSEEK_FENCED = DEEPSEEK_V31.replace(
+    "call.function.name + '<｜tool▁sep｜>' + call.function.arguments + '<",
+    "'function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```<",
+)
+
 
 @dataclass(frozen=True)
 class CallFamily:
@@ -83,6 +89,7 @@ CALL_FAMILIES = {
     "mistral": CallFamily((*MISTRAL_TOKENS, "</s>"), source=MISTRAL, says_why=False),
     "mistral_args": CallFamily((*MISTRAL_TOKENS, "[ARGS]", "[CALL_ID]", "</s>"), source=MISTRAL_ARGS),
     "deepseek_v31": CallFamily(DEEPSEEK_TOKENS, DEEPSEEK_WORDS, DEEPSEEK_V31),
+    "deepseek_fenced": CallFamily(DEEPSEEK_TOKENS, DEEPSEEK_WORDS, DEEPSEEK_FENCED),
     "gptoss": CallFamily(
         tuple(f"<|{name}|>" for name in [*GPT_OSS[1:], GPT_OSS[0]]), many=False, says_why=False
     ),

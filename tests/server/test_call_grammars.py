@@ -131,6 +131,8 @@ def test_strict_tools_leave_text_free_and_bind_a_call_once_it_begins(families, n
         "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "x", "limit": ',
         "mistral_args": '[TOOL_CALLS]search[ARGS]{"query": "x", "limit": ',
         "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "x", "limit": ',
+        "deepseek_fenced": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n"
+        '{"query": "x", "limit": ',
         "gptoss": '<|channel|>commentary to=functions.search json<|message|>{"query": "x", "limit": ',
     }[name]
     free = "<|channel|>final<|message|>any { text" if name == "gptoss" else "any { text"
