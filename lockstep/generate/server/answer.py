@@ -18,7 +18,9 @@ from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.best_of import best_of
 from lockstep.generate.server.engine_loop import PromptEvent
+from lockstep.generate.server.prompt_logprobs import Echo, check_size
 from lockstep.generate.server.protocol import SamplingRequest
 from lockstep.generate.server.responses import Piece, Reply, ReplyWriter, usage_of
 from lockstep.generate.server.service import Service
@@ -60,13 +62,18 @@ async def answer(
     top_logprobs: int | None,
     chat: bool,
     begun: Sequence[Completion] = (),
+    echo: Echo | None = None,
 ) -> Response:
     """Samples the prompts and responds, streamed if requested.
 
-    begun: with a single prompt, the tokens so far of its samples, which continue from there.
+    max_tokens: 0: the response has only the prompts; they are computed by sampling a token after each. begun: with a
+    single prompt, the tokens so far of its samples, which continue from there. echo: what the response repeats of the
+    prompts.
     """
+    only_prompt, max_tokens = max_tokens == 0, max(1, max_tokens)
     _check_length(service, prompts, max_tokens, body)
-    params = body.sampling_params(max_tokens, top_logprobs or 0)
+    check_size(body, prompts, 1 if chat else body.n or 1)
+    params = body.sampling_params(max_tokens, top_logprobs or 0, service.sampling_defaults)
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
@@ -77,6 +84,9 @@ async def answer(
         top_logprobs=top_logprobs,
         token_ids=bool(body.return_token_ids),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
+        top_of_prompt=body.prompt_logprobs,
+        echo=echo,
+        only_prompt=only_prompt,
     )
     record = record_of(request)
     record.stream = bool(body.stream)
@@ -85,21 +95,33 @@ async def answer(
     form = service.reply_form if chat else PLAIN
     steps = _steps(service, record, prompts, params, begun, form)
     if not body.stream:
-        return await _whole(service, reply, record, steps)
+        return await _whole(service, reply, record, steps, params.n, body.n or 1)
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     chunks = _chunks(reply, record, steps)
     return EventStream(request, chunks, steps, service.limits)
 
 
-def check_count(service: Service, prompts: int, n: int) -> None:
-    """Call before any work on the prompts. Raises ApiError for more than the server ever accepts."""
+def check_count(service: Service, prompts: int, n: int, name: str = "n") -> None:
+    """Call before any work on the prompts. name: of the field with n. Raises ApiError for more than the server ever
+    accepts."""
     if n > service.config.max_n:
-        raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
+        raise ApiError(400, f"{name} is {n}; this server allows {service.config.max_n}", name)
     limit = service.limits.max_sequences
     if prompts * n > limit:
-        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server allows {limit}; ask for fewer"
-        raise ApiError(400, message, "n" if n > 1 else "prompt")
+        message = (
+            f"{prompts} prompts times {name} are {prompts * n} sequences, but the server allows {limit}; ask for fewer"
+        )
+        raise ApiError(400, message, name if n > 1 else "prompt")
+
+
+def truncated(service: Service, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, as many as the request keeps."""
+    keep = body.truncate_prompt_tokens
+    if keep == -1:
+        new = getattr(body, body.limit_field) or 1
+        keep = max(1, min(_longest_prompt(service), service.context - new))
+    return prompt if keep is None else prompt[-keep:]
 
 
 def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, body: SamplingRequest) -> None:
@@ -153,9 +175,12 @@ async def _steps(
     except UserError as error:
         raise ApiError(400, str(error)) from error
     except ApiError as error:
-        record.aborted = {"engine_failed": "failure", "not_finite": "failure", "shutting_down": "shutdown"}.get(
-            error.code or ""
-        )
+        record.aborted = {
+            "engine_failed": "failure",
+            "not_finite": "failure",
+            "grammar_failed": "failure",
+            "shutting_down": "shutdown",
+        }.get(error.code or "")
         raise
 
 
@@ -194,8 +219,14 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
 
 
 async def _whole(
-    service: Service, reply: ReplyWriter, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
+    service: Service,
+    reply: ReplyWriter,
+    record: RequestRecord,
+    steps: AsyncGenerator[list[Piece], None],
+    drawn: int,
+    n: int,
 ) -> Response:
+    """drawn, n: samples per prompt, and how many of them the response has."""
     choices: dict[int, Piece] = {}
     async with aclosing(steps):
         async for pieces in steps:
@@ -205,6 +236,8 @@ async def _whole(
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
+    if drawn > n:
+        ordered = best_of(ordered, drawn, n)
     for piece in ordered:
         if piece.parts is not None:
             piece.text, piece.reasoning = piece.parts.content, piece.parts.reasoning

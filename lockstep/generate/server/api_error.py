@@ -62,3 +62,7 @@ def not_finite() -> ApiError:
         code="not_finite",
         headers={"x-should-retry": "false"},
     )
+
+
+def grammar_failed(problem: str) -> ApiError:
+    return ApiError(400, f"the grammar cannot be followed any more: {problem}", code="grammar_failed")

@@ -22,14 +22,24 @@ from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import UserError, closest
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
-from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode
+from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode, truncated
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import LARGE, Body, parse_body, read_body
 from lockstep.generate.server.keys import RequireKeys
 from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
+from lockstep.generate.server.prompt_logprobs import Echo, echo_of
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
+from lockstep.generate.server.tokenize import (
+    Detokenize,
+    HasMessages,
+    TokenizeChat,
+    TokenizePrompt,
+    detokenize,
+    tokenize,
+    tokenized,
+)
 from lockstep.generate.server.watch import ClientGone, watch
 from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
@@ -37,6 +47,8 @@ from lockstep.version import __version__
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; that of chats is the rest of the context."""
+SHORT_ECHO = 64
+"""Tokens; longer prompts are decoded one at a time."""
 LONG_CHAT = 64
 """Messages; longer chats are rendered one at a time, even if their text is short."""
 MOST_OF_VALUES = 2**16
@@ -93,10 +105,12 @@ async def _complete(service: Service, request: Request, data: bytes) -> Response
     body = await _parsed(service, data, CompletionRequest)
     _check_model(service, body.model)
     body.check_fields()
-    prompts = await _prompts(service, body.prompt, body.n or 1)
-    max_tokens = body.max_tokens or COMPLETION_TOKENS
+    whole = await _prompts(service, body)
+    prompts = [truncated(service, body, prompt) for prompt in whole]
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     begun = _begun(service, body, len(prompts), max_tokens)
-    return await answer(service, request, body, prompts, max_tokens, body.logprobs, chat=False, begun=begun)
+    echo = await _echo(service, body, prompts, prompts == whole) if body.echo else None
+    return await answer(service, request, body, prompts, max_tokens, body.logprobs, False, begun, echo)
 
 
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
@@ -110,6 +124,16 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     _check_model(service, body.model)
     body.check_fields()
     check_count(service, 1, body.n or 1)
+    prompt = truncated(service, body, await _chat_prompt(service, body))
+    room = max(1, service.context - len(prompt))
+    default = min(room, service.sampling_defaults.get("max_tokens", room))
+    max_tokens = body.max_completion_tokens or body.max_tokens or default
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+
+
+async def _chat_prompt(service: Service, body: ChatRequest) -> list[int]:
+    """The tokens of a chat as the model's template renders it."""
     if service.template is None:
         raise ApiError(
             400,
@@ -130,9 +154,7 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
     (prompt,) = await encode(service, [text], "messages")
-    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
-    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+    return prompt
 
 
 def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[str, Any], int]:
@@ -150,6 +172,37 @@ def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[st
     if size > MOST_OF_VALUES:
         raise ApiError(400, f"{field} has {size} characters, more than {MOST_OF_VALUES}", field)
     return values, size
+
+
+@routes.post("/tokenize", openapi_extra=_described(TokenizePrompt))
+async def tokens_of(request: Request) -> Response:
+    """The tokens of a text, or of a chat: then the body is that of a chat completion."""
+    return await _watched(request, _tokenize)
+
+
+async def _tokenize(service: Service, request: Request, data: bytes) -> Response:
+    if (await _parsed(service, data, HasMessages)).messages is None:
+        body = await _parsed(service, data, TokenizePrompt)
+        _check_model(service, body.model)
+        return json_response(await tokenize(service, body))
+    chat = await _parsed(service, data, TokenizeChat)
+    _check_model(service, chat.model)
+    chat.check_fields()
+    return json_response(await tokenized(service, await _chat_prompt(service, chat), chat.return_token_strs))
+
+
+@routes.post("/detokenize", openapi_extra=_described(Detokenize))
+async def text_of(request: Request) -> Response:
+    """The text of tokens, special ones included."""
+    return await _watched(request, _detokenize)
+
+
+async def _detokenize(service: Service, request: Request, data: bytes) -> Response:
+    body = await _parsed(service, data, Detokenize)
+    _check_model(service, body.model)
+    if body.tokens:
+        _check_tokens(service, body.tokens, "tokens")
+    return json_response(await detokenize(service, body.tokens))
 
 
 @routes.get("/", include_in_schema=False)
@@ -216,6 +269,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "lockstep",
         "max_model_len": service.context,
+        "sampling_defaults": service.sampling_defaults,
     }
 
 
@@ -243,11 +297,12 @@ async def _parsed(service: Service, data: bytes, kind: type[Body]) -> Body:
     return parse_body(data, kind) if len(data) < LARGE else await service.in_turn(partial(parse_body, data, kind))
 
 
-async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:
+async def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     """The prompts' tokens."""
+    prompt = body.prompt
     single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     each: list[Any] = [prompt] if single else list(prompt)
-    check_count(service, len(each), n)
+    check_count(service, len(each), body.samples, "n" if body.samples == (body.n or 1) else "best_of")
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
     if isinstance(each[0], str):
@@ -255,6 +310,14 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
     for number, tokens in enumerate(each):
         _check_tokens(service, tokens, "prompt", "" if single else f" {number}")
     return each
+
+
+async def _echo(service: Service, body: CompletionRequest, prompts: list[list[int]], whole: bool) -> Echo:
+    """What is repeated of the prompts: the texts as they were given, if they are used as a whole."""
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [text for text in given if isinstance(text, str)] if whole else []
+    work = partial(echo_of, service.tokenizer, prompts, texts or None, body.logprobs is not None)
+    return work() if sum(map(len, prompts)) < SHORT_ECHO else await service.in_turn(work)
 
 
 def _check_tokens(service: Service, tokens: list[int], field: str, number: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
-from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
+from lockstep.generate.server.api_error import ApiError, engine_failed, grammar_failed, not_finite
 from lockstep.host_memory import return_freed_memory
 
 Result = TypeVar("Result")
@@ -191,7 +191,7 @@ class EngineLoop:
             generation, position = self._owners[event.request_id]
             if event.finish_reason == "error":
                 self._abort(generation)
-                self._post(generation.fail, not_finite())
+                self._post(generation.fail, grammar_failed(event.problem) if event.problem else not_finite())
             else:
                 batches.setdefault(generation, []).append((position, event))
         if batches:

@@ -18,6 +18,7 @@ from lockstep.data.messages import between_parts
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
+from lockstep.generate.server.generation_config import sampling_defaults
 from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics
 
@@ -44,6 +45,8 @@ class Service:
     """How chat replies are split into reasoning and content."""
     between: str = field(init=False)
     """The separator that the chat template writes between two parts of a message's content."""
+    sampling_defaults: dict[str, float] = field(init=False)
+    """Of `SamplingParams`: for requests without a value."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
     metrics: Metrics = field(init=False)
@@ -51,6 +54,7 @@ class Service:
     def __post_init__(self) -> None:
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
         self.between = between_parts(self.template) if self.template else ""
+        self.sampling_defaults = sampling_defaults(self.folder) if self.config.generation_config == "auto" else {}
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
         self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)
