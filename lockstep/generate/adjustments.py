@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.generate.grammars import Matcher
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.ops.vocabulary import VocabularyPart
@@ -37,8 +38,12 @@ class Adjustment:
         """Advances by a sampled token. ends: it ended the sample, so that nothing follows."""
         self._count += 1
         self._changed.sampled(token)
-        if self.matcher and not ends and not self.problem and not self.matcher.accept(token):
-            self.problem = self.matcher.problem or "the grammar does not allow a sampled token"
+        if self.matcher and not ends and not self.problem:
+            try:
+                if not self.matcher.accept(token):
+                    self.problem = self.matcher.problem or "the grammar does not allow a sampled token"
+            except UserError as error:  # of this sample, not of the step
+                self.problem = str(error)
 
     def tokens(self) -> np.ndarray:
         """The tokens, int64, whose logits `change` changes."""
@@ -62,8 +67,8 @@ class Adjustment:
         try:
             self.matcher.fill_mask(bits)
             self.problem = self.problem or self.matcher.problem
-        except Exception as error:  # of the library: it must end this sample only
-            self.problem = f"the grammar cannot be followed any more: {error}"
+        except UserError as error:
+            self.problem = str(error)
         if self.problem:
             bits[:] = -1
         elif len(refused := self.refused()):

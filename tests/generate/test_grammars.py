@@ -53,7 +53,7 @@ def _mask(matcher, vocab):
 
 def _bytes_of(tokenizer, token):
     if isinstance(tokenizer, ByteTokenizer):
-        return bytes([token])
+        return bytes([token]) if token < 256 else b""
     return tokenizer.decode([token]).encode()
 
 
@@ -103,7 +103,7 @@ def test_every_finished_sample_of_a_schema_fits_it(engine):
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"\d{3}-[a-z]+/x", r"a/b\\c\.[\"']", "é{2}|\N{SNOWMAN}", r"(?:yes|no)\n?", "line\nbreak"]
+    "pattern", [r"[0-9]{3}-[a-z]{1,3}/x", r"a/b\\c\.[\"']", "é{2}|\N{SNOWMAN}", r"(?:yes|no)\n?", "line\nbreak"]
 )
 def test_every_finished_sample_of_a_regular_expression_matches_it(engine, pattern):
     params = SamplingParams(max_tokens=60, n=6, seed=1, grammar=regex_grammar(pattern))
@@ -168,7 +168,7 @@ def test_a_state_that_fails_ends_its_request_and_no_other(engine, monkeypatch):
 
         def fill_mask(self, bits):
             if self.where == "mask" and self.steps == 3:
-                raise ValueError("out of fuel")
+                raise UserError("out of fuel")
             super().fill_mask(bits)
 
     grammar = regex_grammar("[ab]{20}")
@@ -223,6 +223,41 @@ def test_a_grammar_needs_an_end_a_tokenizer_and_no_ignore_eos(engine):
         Engine(engine.model).generate([[3]], SamplingParams(grammar=grammar))
     with pytest.raises(UserError, match="needs a model with an end-of-text token"):
         Grammars(engine.tokenizer, engine.model.config.vocab_size, []).compile(grammar)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request(engine, monkeypatch):
+    class Panic(BaseException):
+        """As a panic in Rust arrives: no Exception."""
+
+    class Panics:
+        def __init__(self, *arguments, **options):
+            raise Panic("assertion failed")
+
+    own = Grammars(engine.tokenizer, engine.model.config.vocab_size, [engine.tokenizer.eos_id])
+    monkeypatch.setattr("llguidance.LLTokenizer", Panics)
+    with pytest.raises(UserError, match="llguidance cannot read this model's tokenizer.*: assertion failed"):
+        own.compile(regex_grammar("a"))
+    monkeypatch.undo()
+    monkeypatch.setattr("llguidance.LLMatcher", Panics)
+    with pytest.raises(UserError, match="the grammar cannot be used: assertion failed"):
+        own.compile(regex_grammar("a"))
+
+
+def test_a_tokenizer_that_the_library_panics_for_is_refused(tmp_path):
+    """One of tokens that each extend another, over a thousand deep, as training on long rules of one character gives."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from lockstep.data.tokenizer import HuggingFaceTokenizer
+
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: number for number, name in enumerate([*names, *("=" * n for n in range(2, 1100))])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("=" * n, "=") for n in range(1, 1099)]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match="llguidance cannot read this model's tokenizer"):
+        Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_id]).compile(regex_grammar("a"))
 
 
 def test_compiled_grammars_are_kept_up_to_a_limit(engine, monkeypatch):

@@ -74,6 +74,9 @@ async def answer(
     _check_length(service, prompts, max_tokens, body)
     check_size(body, prompts, 1 if chat else body.n or 1)
     params = body.sampling_params(max_tokens, top_logprobs or 0, service.sampling_defaults)
+    vocab = service.engine.model.config.vocab_size
+    if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
+        raise ApiError(400, f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}", "logit_bias")
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),

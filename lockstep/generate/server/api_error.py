@@ -65,4 +65,4 @@ def not_finite() -> ApiError:
 
 
 def grammar_failed(problem: str) -> ApiError:
-    return ApiError(400, f"the grammar cannot be followed any more: {problem}", code="grammar_failed")
+    return ApiError(400, problem, code="grammar_failed")
