@@ -244,7 +244,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(engine, monkeypatch):
 
 
 def test_a_tokenizer_that_the_library_panics_for_is_refused(tmp_path):
-    """One of tokens that each extend another, over a thousand deep, as training on long rules of one character gives."""
+    """Each token extends another, over a thousand deep, as training on long rules of one character gives."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from lockstep.data.tokenizer import HuggingFaceTokenizer
