@@ -130,22 +130,22 @@ def adjusted_logits(
 ) -> Float[Tensor, "rows part"]:
     """The logits of a part of the vocabulary as each row's adjustment changes them: in float32 if some change by more
     than to -inf."""
+    device, adjusted = logits.device, logits
     rows, tokens, values = _changes(logits, adjustments, part)
-    adjusted = logits.float() if len(rows) and logits.dtype != torch.float32 else logits.clone()
-    device = logits.device
     if len(rows):
+        adjusted = logits.to(torch.float32, copy=True)
         adjusted[_on(rows, device), _on(tokens, device)] = _on(values, device)
-    refused = [(row, each.refused()) for row, each in enumerate(adjustments) if each.matcher is None]
-    for row, end_ids in refused:
-        if len(here := end_ids[(end_ids >= part.first) & (end_ids < part.stop)]):
-            adjusted[row, _on(here - part.first, device)] = -torch.inf
     matched = [row for row, each in enumerate(adjustments) if each.matcher is not None]
+    if len(matched) == len(adjustments):
+        return torch.minimum(adjusted, _limits(adjustments, part, adjusted.dtype, device))
+    adjusted = adjusted.clone() if adjusted is logits else adjusted
     if matched:
         limits = _limits([adjustments[row] for row in matched], part, adjusted.dtype, device)
-        if len(matched) == len(adjustments):
-            torch.minimum(adjusted, limits, out=adjusted)
-        else:
-            adjusted[matched] = torch.minimum(adjusted[matched], limits)
+        adjusted[matched] = torch.minimum(adjusted[matched], limits)
+    for row, each in enumerate(adjustments):
+        refused = each.refused() if each.matcher is None else ()
+        if here := [token - part.first for token in refused if part.first <= token < part.stop]:
+            adjusted[row, here] = -torch.inf
     return adjusted
 
 
