@@ -24,7 +24,7 @@ class PromptRows(NamedTuple):
     """The step's row that predicts the first of them."""
     first: int
     """The first token's position in the prompt."""
-    count: int
+    length: int
 
 
 def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
@@ -46,9 +46,9 @@ def score_prompts(
 ) -> None:
     """Adds the log-probabilities that a step has computed to those of its prompts. most_rows: whose logits are in
     memory at a time."""
-    rows = [each.row + place for each in requested for place in range(each.count)]
-    targets = [token for each in requested for token in each.scores.tokens[each.first : each.first + each.count]]
-    counts = [each.scores.top for each in requested for _ in range(each.count)]
+    rows = [each.row + place for each in requested for place in range(each.length)]
+    targets = [token for each in requested for token in each.scores.tokens[each.first : each.first + each.length]]
+    counts = [each.scores.top for each in requested for _ in range(each.length)]
     results: Iterator[tuple[float, int, list[tuple[int, float]]]] = iter(
         [
             result
@@ -59,7 +59,7 @@ def score_prompts(
         ]
     )
     for each in requested:
-        each.scores.extend(each.first, [next(results) for _ in range(each.count)])
+        each.scores.extend(each.first, [next(results) for _ in range(each.length)])
 
 
 def _scores(

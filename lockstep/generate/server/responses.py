@@ -183,7 +183,8 @@ class Reply:
             if piece.first and scores is not None:
                 tokens, logprobs, tops = list(scores.tokens), [None, *map(_number, scores.logprobs)], ["null"]
                 places = zip(scores.top_logprobs, tokens[1:], scores.logprobs, strict=True)
-                tops += (json.dumps(self._by_name(top[: self.top_logprobs], *own)) for top, *own in places)
+                named = (self._by_name(top[: self.top_logprobs], token, logprob) for top, token, logprob in places)
+                tops += map(json.dumps, named)
                 offsets = self.echo.offsets[piece.prompt]
         events = self._shown(piece)
         tops += (json.dumps(self._by_name(event.top_logprobs, event.token_id, event.logprob)) for event in events)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep import ops
 from lockstep.config import ServeConfig
@@ -45,7 +45,7 @@ class Service:
     """How chat replies are split into reasoning and content."""
     between: str = field(init=False)
     """The separator that the chat template writes between two parts of a message's content."""
-    sampling_defaults: dict[str, float] = field(init=False)
+    sampling_defaults: dict[str, Any] = field(init=False)
     """Of `SamplingParams`: for requests without a value."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
