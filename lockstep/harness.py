@@ -17,11 +17,9 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer as TokenizersTokenizer
 
 from lockstep import ops
 from lockstep.checkpoint import model_folder, open_model
@@ -29,7 +27,6 @@ from lockstep.commands.terminal import printable
 from lockstep.config import EngineConfig
 from lockstep.data import continuation, load_tokenizer, with_ends
 from lockstep.data.chat import ChatTemplateError, load_chat_template
-from lockstep.data.tokenizer import tokenizer_folder
 from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.draws import LOGITS_ELEMENTS
@@ -94,7 +91,7 @@ class LockstepLM(TemplateLM):
         self.tokens_per_batch, self.max_gen_toks = int(tokens_per_batch), int(max_gen_toks)
         self._folder = folder
         self._special = frozenset(self.tokenizer.special_tokens().values())
-        self._before = _added_before(tokenizer_folder(folder), self.tokenizer.bos_id)
+        self._before = self.tokenizer.added_before()
 
     @property
     def eot_token_id(self) -> int:
@@ -227,14 +224,6 @@ class LockstepLM(TemplateLM):
             return template.render(chat_history, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:
             raise UserError(str(error)) from error
-
-
-def _added_before(folder: Path, bos: int | None) -> list[int]:
-    """The beginning-of-text token if the tokenizer's post-processor adds one, as Llama 3's does."""
-    file = folder / "tokenizer.json"
-    if bos is None or not file.is_file():
-        return []
-    return [bos] if bos in TokenizersTokenizer.from_file(str(file)).encode("").ids else []
 
 
 def main() -> int:

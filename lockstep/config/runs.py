@@ -292,6 +292,9 @@ class ServeConfig:
     """Port to listen on; 0: any free one."""
     model_name: str = ""
     """Name that requests use for the model; empty: the folder's name."""
+    generation_config: Literal["auto", "vllm"] = "auto"
+    """Sampling parameters of requests that give none. auto: those in the model's generation_config.json; vllm: the
+    same for every model (temperature 1, no cut, no penalty)."""
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: as in the files."""
     arithmetic: Arithmetic = "auto"

@@ -84,9 +84,19 @@ class ByteTokenizer:
             start += len(part) + len(END_OF_TEXT)
         return self.encode(text), spans
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out; bytes that are not UTF-8 become replacement characters."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Special tokens are left out, unless `special`; bytes that are not UTF-8 become replacement characters."""
+        ends = END_OF_TEXT.encode() if special else b""
+        return b"".join(bytes([i]) if i < 256 else ends if i == 256 else b"" for i in ids).decode(errors="replace")
+
+    def added_before(self) -> list[int]:
+        """What transformers' tokenizer of the same folder adds before a text."""
+        return []
+
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        """Each token's name in the vocabulary; empty for an id without a token."""
+        names = {number: name for name, number in self.vocabulary().items()}
+        return [names.get(i, "") for i in ids]
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -186,11 +196,23 @@ class HuggingFaceTokenizer:
             covered = max(covered, stop)
         return encoded.ids, spans
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out."""
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Special tokens are left out, unless `special`."""
         with _library(*FAILS):
-            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+            text: str = self._backend.decode(list(ids), skip_special_tokens=not special)
         return text
+
+    def added_before(self) -> list[int]:
+        """The beginning-of-text token, if transformers' tokenizer of the same folder adds it before a text, as that of
+        Llama 3 does."""
+        with _library(*FAILS):
+            added = self._backend.encode("", add_special_tokens=True).ids
+        return [self.bos_id] if self.bos_id is not None and self.bos_id in added else []
+
+    def token_names(self, ids: Sequence[int]) -> list[str]:
+        """Each token's name in the vocabulary; empty for an id without a token."""
+        added = {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
+        return [added.get(i) or self._backend.id_to_token(i) or "" for i in ids]
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)

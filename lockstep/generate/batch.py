@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.generate.adjustments import Adjustment
+from lockstep.generate.prompt_scores import PromptRows, prompt_rows
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
@@ -37,6 +38,8 @@ class StepBatch:
     """(source, target) pages that are copied after this step."""
     decodes: bool
     """Whether every row is sampled."""
+    prompt_rows: list[PromptRows]
+    """The rows after which a token of a prompt follows whose log-probability is requested."""
 
     @cached_property
     def params(self) -> list[SamplingParams]:
@@ -115,6 +118,7 @@ class BatchArrays:
             sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
             copies=[pages for chunk in chunks for pages in chunk.copies],
             decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
+            prompt_rows=prompt_rows(chunks),
         )
 
     def _update(self, sequence: Sequence) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.generate.adjustments import Adjustment, adjusted_logits
 from lockstep.generate.batch import StepBatch
+from lockstep.generate.prompt_scores import score_prompts
 from lockstep.generate.routes import routes_of_rows, written
 from lockstep.generate.runner import Runner
 
@@ -32,7 +33,8 @@ class Draw(NamedTuple):
 
 
 def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
-    """Runs the model; samples after each row of `batch.sampled_rows`. `batch` is on the CPU."""
+    """Runs the model; scores `batch.prompt_rows`, and samples after each row of `batch.sampled_rows`. `batch` is on the
+    CPU."""
     model, params = runner.model, batch.params
     hidden = None
     with _recorded_routes(batch, runner) as recorded:
@@ -48,6 +50,9 @@ def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
     if batch.copies:
         runner.cache.copy_pages(batch.copies)
     rows = max(1, LOGITS_ELEMENTS // model.config.vocab_size)
+    if batch.prompt_rows:
+        assert hidden is not None
+        score_prompts(batch.prompt_rows, hidden, runner, rows)
     draws: list[Draw] = []
     for start in range(0, len(params), rows):
         part = slice(start, start + rows)

@@ -28,7 +28,7 @@ from lockstep.generate.grammars import Grammars
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.runner import Runner, make_cache
-from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent, raise_broken
+from lockstep.generate.sampling_params import Completion, PromptScores, SamplingParams, TokenEvent, raise_broken
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
@@ -192,6 +192,7 @@ class Engine:
         stop_ids, now = params.ending_ids(self.model.config.eos_token_ids), time.perf_counter()
         decodes = self.tokenizer if params.stop else None
         context = decoding_context(decodes, prompt) if decodes else []
+        scores = None if params.prompt_logprobs is None else PromptScores(list(prompt), params.prompt_logprobs)
         sequences = [
             Sequence(
                 request_id=request_id,
@@ -203,6 +204,7 @@ class Engine:
                 stop_ids=stop_ids,
                 decoder=StreamDecoder(decodes, context) if decodes else None,
                 adjustment=self._adjustment(params, prompt, stop_ids) if params.adjusts else None,
+                prompt_scores=scores,
                 requested_at=now,
             )
             for index in range(params.n)
@@ -410,6 +412,7 @@ class Engine:
             weights_version=self.weights_version,
             top_logprobs=draw.top,
             truncated_logprob=draw.truncated_log_prob if sequence.params.truncates else None,
+            prompt_scores=sequence.prompt_scores,
             route=draw.route,
             problem=problem,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ KEPT = 256
 """Compiled grammars that are kept, the last used ones."""
 LONGEST = 2**18
 """Characters of a grammar."""
-
+CANNOT_FOLLOW = "the grammar cannot be followed any more"
 
 SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}"}}
 """White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else."""
@@ -51,6 +52,17 @@ def lark_grammar(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
+@contextmanager
+def panics_as_errors(problem: str) -> Iterator[None]:
+    """Turns exceptions of the library, panics included, which are not `Exception`s, into UserError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {_first_line(str(error)) or type(error).__name__}") from error
+
+
 class Matcher:
     """The state of one sample in its grammar."""
 
@@ -58,12 +70,15 @@ class Matcher:
         self._state = state
 
     def accept(self, token: int) -> bool:
-        """Advances; False if the grammar does not allow the token."""
-        return bool(self._state.consume_token(token))
+        """Advances; False if the grammar does not allow the token. Raises UserError, as `fill_mask`, if the state
+        cannot be computed any more."""
+        with panics_as_errors(CANNOT_FOLLOW):
+            return bool(self._state.consume_token(token))
 
     def fill_mask(self, bits: np.ndarray) -> None:
         """Sets the bits of the tokens that are allowed next, of a row of int32."""
-        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        with panics_as_errors(CANNOT_FOLLOW):
+            self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     @property
     def problem(self) -> str:
@@ -102,9 +117,11 @@ class Grammars:
             raise UserError(f"the grammar has {len(grammar)} characters; the limit is {LONGEST}")
         if not self._end_ids:
             raise UserError("a grammar needs a model with an end-of-text token, which ends the sample")
+        library = self._of_tokenizer()
         from llguidance import LLMatcher
 
-        compiled = LLMatcher(self._of_tokenizer(), grammar, log_level=0)
+        with panics_as_errors("the grammar cannot be used"):
+            compiled = LLMatcher(library, grammar, log_level=0)
         if compiled.is_error():
             raise UserError(f"the grammar cannot be used: {_first_line(compiled.get_error())}")
         if warnings := compiled.get_grammar_warnings():
@@ -129,10 +146,12 @@ def _open(tokenizer: Tokenizer, vocab: int, end_ids: list[int]) -> Any:
         raise UserError(
             "grammars, JSON schemas and forced tool calls need llguidance, which is missing; pip install llguidance"
         ) from None
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return LLTokenizer(tokenizer.definition(), n_vocab=vocab, eos_token=end_ids)
-    assert isinstance(tokenizer, ByteTokenizer)
-    return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer, end_ids)), n_vocab=vocab, eos_token=end_ids)
+    # It refuses tokenizers whose tokens it cannot read as bytes, and panics for some with very long tokens.
+    with panics_as_errors("llguidance cannot read this model's tokenizer, so it can follow no grammar"):
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            return LLTokenizer(tokenizer.definition(), n_vocab=vocab, eos_token=end_ids)
+        assert isinstance(tokenizer, ByteTokenizer)
+        return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer, end_ids)), n_vocab=vocab, eos_token=end_ids)
 
 
 class _Bytes:

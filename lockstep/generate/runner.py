@@ -33,7 +33,7 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
 
 
 def sampler_of(model: Decoder) -> Any:
-    """An object with `sample` and `top_log_probs` for the logits of this rank."""
+    """An object with `sample`, `top_log_probs` and `ranked_log_probs` for the logits of this rank."""
     group = tensor_group_of(model)
     return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -18,7 +19,7 @@ LARGEST_TOP_K = 2**31 - 1
 KINDS = {
     "max_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "n": int, "seed": int,
     "top_logprobs": int, "min_tokens": int, "frequency_penalty": float, "presence_penalty": float,
-    "repetition_penalty": float,
+    "repetition_penalty": float, "prompt_logprobs": int,
 }  # fmt: skip
 MOST_SAMPLES = 2**16
 """Per prompt: every sample is allocated before the first one is computed."""
@@ -64,6 +65,9 @@ class SamplingParams:
     Lark grammar. Needs a tokenizer and llguidance."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many of the likeliest tokens at every position."""
+    prompt_logprobs: int | None = None
+    """Also report the log-probabilities of the prompt's tokens, at temperature 1, and of this many of the likeliest
+    tokens in their places; None: not. Such a prompt is computed as a whole, whatever the prefix cache has of it."""
     routes: RoutesForm = ""
     """Also report the experts that computed each token, if the model has experts: all of them, or a digest."""
 
@@ -84,6 +88,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, up to 100"),
             ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
             ("stop", all(stops), "of strings that are not empty"),
         ]
         for name, holds, rule in limits:
@@ -92,7 +97,7 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         for name, kind in KINDS.items():
-            if name != "seed" or self.seed is not None:
+            if name not in ("seed", "prompt_logprobs") or getattr(self, name) is not None:
                 _refuse(type_problem(name, getattr(self, name), kind))
         ids = self.stop_token_ids
         if not isinstance(ids, Collection) or any(type_problem("", token, int) for token in ids):
@@ -161,6 +166,38 @@ class Completion:
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """The log-probabilities of a prompt's tokens at temperature 1, over the whole vocabulary: what `lockstep.score`
+    returns. All samples of a request share them."""
+
+    tokens: list[int]
+    """The prompt."""
+    top: int
+    """How many of the likeliest tokens are reported."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are computed."""
+    ranks: list[int] = field(default_factory=list)
+    """How many tokens are as likely as each of these, or likelier: 1 for the likeliest."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """In place of each of these, the likeliest tokens with their log-probabilities, best first."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.logprobs) >= len(self.tokens) - 1
+
+    def extend(self, first: int, scores: ListLike[tuple[float, int, list[tuple[int, float]]]]) -> None:
+        """Appends logprob, rank and likeliest tokens of the tokens from `first` on, except for those that it has."""
+        for logprob, rank, top in scores[len(self.logprobs) + 1 - first :]:
+            self.logprobs.append(logprob)
+            self.ranks.append(rank)
+            self.top_logprobs.append(top)
+
+    def clear(self) -> None:
+        for values in (self.logprobs, self.ranks, self.top_logprobs):
+            values.clear()
+
+
+@dataclass(slots=True)
 class TokenEvent:
     """A token that a step has sampled."""
 
@@ -179,6 +216,8 @@ class TokenEvent:
     """The likeliest tokens with their log-probabilities, best first, as many as requested."""
     truncated_logprob: float | None = None
     """Under the distribution that it was drawn from; None if that is the model's."""
+    prompt_scores: PromptScores | None = None
+    """Those of its prompt, all of them; None unless requested."""
     route: str = ""
     """The experts that computed `logprob`, as `generate.routes` writes them; empty unless requested."""
     problem: str = ""

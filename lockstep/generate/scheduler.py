@@ -86,7 +86,7 @@ class Scheduler:
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
             # As there is budget left, `last` ends its sequence: this step completes the keys in its pages.
-            if self.config.prefix_cache and last is not None and last.sequence.tokens == sequence.tokens:
+            if self.config.prefix_cache and last is not None and _is_copy(sequence, last.sequence):
                 chunks.append(self._take_copy(sequence, last, scheduled))
             else:
                 count = min(len(sequence.tokens) - sequence.computed, budget)
@@ -138,6 +138,8 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.pages, sequence.chain, sequence.slot = [], ROOT, -1
             sequence.computed = sequence.registered_pages = 0
+            if (scores := sequence.prompt_scores) is not None and not scores.complete:
+                scores.clear()
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
@@ -183,7 +185,7 @@ class Scheduler:
     def _share_prefix(self, sequence: Sequence) -> None:
         """Shares registered pages that contain the sequence's first tokens; the last token is always computed."""
         size = self.page_size
-        while self.config.prefix_cache and (sequence.registered_pages + 1) * size < len(sequence.tokens):
+        while self.config.prefix_cache and (sequence.registered_pages + 1) * size <= sequence.shareable:
             start = sequence.registered_pages * size
             shared = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
             if shared is None:
@@ -214,3 +216,10 @@ class Scheduler:
         sequence.pages = []
         sequence.computed = sequence.registered_pages = 0
         sequence.chain = ROOT
+
+
+def _is_copy(sequence: Sequence, other: Sequence) -> bool:
+    """Whether a step that computes all tokens of `other` leaves nothing to compute of `sequence`."""
+    scores = sequence.prompt_scores
+    scored = scores is None or scores.complete or scores is other.prompt_scores
+    return scored and sequence.tokens == other.tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.generate.pages import ROOT
-from lockstep.generate.sampling_params import Completion, FinishReason, SamplingParams
+from lockstep.generate.sampling_params import Completion, FinishReason, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
     from lockstep.data import StreamDecoder
@@ -29,6 +29,8 @@ class Sequence:
     """Only if there are stop strings to look for."""
     adjustment: Adjustment | None = None
     """Only if `params.adjusts`."""
+    prompt_scores: PromptScores | None = None
+    """Only if `params` requests them; of all samples of the request."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     truncated_logprobs: list[float] = field(default_factory=list)
@@ -58,6 +60,12 @@ class Sequence:
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def shareable(self) -> int:
+        """How many of its first tokens need not be computed, if their keys are in the cache."""
+        scores = self.prompt_scores
+        return len(self.tokens) - 1 if scores is None or scores.complete else len(scores.logprobs)
 
     def resume(self, begun: Completion) -> None:
         """Appends the tokens that another engine has sampled."""

@@ -92,6 +92,24 @@ def top_log_probs(
     return result
 
 
+def ranked_log_probs(
+    logits: Float[Tensor, "rows part"], targets: Int[Tensor, "rows"], part: VocabularyPart | None = None
+) -> tuple[Float[Tensor, "rows"], Int[Tensor, "rows"]]:
+    """Each row's log p(target) at temperature 1, with the bits of `token_log_probs`, and the number of tokens that are
+    as likely or likelier.
+
+    For `part`, see `sample`.
+    """
+    part = part or Whole(logits.shape[1])
+    ones = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
+    pieces = part.gather_masses(masses(logits, ones, local_piece_bounds(part, logits.device)))
+    places = torch.where((targets >= part.first) & (targets < part.stop), targets - part.first, -1)
+    here = logits.gather(1, places[:, None].clamp(min=0))[:, 0].float() if logits.shape[1] else ones
+    chosen = part.drawn(places, here)[1]
+    ranks = part.gather((logits >= chosen.to(logits.dtype)[:, None]).sum(1)).sum(0)
+    return join_masses(pieces, chosen)[0], ranks
+
+
 def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
     """For each row, the tokens with the `count` greatest logits, and these logits in float32."""
     local = logits.new_full((len(logits), count), torch.iinfo(torch.int64).max, dtype=torch.int64)

@@ -99,7 +99,7 @@ class Part:
 
 
 class ShardedSampler:
-    """`ops.sample` and `ops.top_log_probs` over `group`, given the logits of this rank's part of the vocabulary.
+    """`ops.sample` and the like over `group`, given the logits of this rank's part of the vocabulary.
 
     All ranks draw the tokens that one process would.
     """
@@ -108,6 +108,7 @@ class ShardedSampler:
         self.part = Part(vocab, group)
         self.sample = partial(ops.sample, part=self.part)
         self.top_log_probs = partial(ops.top_log_probs, part=self.part)
+        self.ranked_log_probs = partial(ops.ranked_log_probs, part=self.part)
 
 
 def _forward(

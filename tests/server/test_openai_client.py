@@ -106,8 +106,8 @@ def _message(message):
 
 
 REFUSED = [
-    ({"prompt": "x", "echo": True}, "echo", "echo"),
-    ({"prompt": "x", "presence_penalty": -1}, "presence_penalty", "presence_penalty"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is not supported here"),
+    ({"prompt": "x", "length_penalty": 2}, "length_penalty", "length_penalty is not supported here"),
     (
         {"prompt": "x", "guided_json": {"a": 1}},
         "guided_json",
@@ -170,7 +170,7 @@ def test_a_hint_names_only_fields_that_there_are_and_that_are_not_given(kind):
         ("stop_words", {}, "unknown field 'stop_words'."),
         ("max_tokns", given, "unknown field 'max_tokns'. Remove it"),
         ("stream_option", given, "unknown field 'stream_option'. Did you mean \"stream_options\"?"),
-        ("frequency_penality", given, "looks like one that is not supported here; remove it"),
+        ("skip_special_tokns", given, "looks like one that is not supported here; remove it"),
     ):
         with pytest.raises(ApiError, match=re.escape(said)) as refused:
             kind.model_validate(asked | more | {wrong: 1}).check_fields()

@@ -19,7 +19,9 @@ from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.best_of import best_of
 from lockstep.generate.server.engine_loop import PromptEvent
+from lockstep.generate.server.prompt_logprobs import Echo, check_size
 from lockstep.generate.server.protocol import SamplingRequest
 from lockstep.generate.server.responses import CallPiece, Piece, Reply, ReplyWriter, Whole, usage_of
 from lockstep.generate.server.service import Service
@@ -63,15 +65,23 @@ async def answer(
     plan: ReplyPlan,
     chat: bool,
     begun: Sequence[Completion] = (),
+    echo: Echo | None = None,
 ) -> Response:
     """Samples the prompts and responds, streamed if requested.
 
-    plan: how the replies are sampled and read; prompts with a grammar end with the same tag.
-    begun: with a single prompt, the tokens so far of its samples, which continue from there.
+    plan: how the replies are sampled and read; prompts with a grammar end with the same tag. max_tokens: 0: the
+    response has only the prompts; they are computed by sampling a token after each. begun: with a single prompt, the
+    tokens so far of its samples, which continue from there. echo: what the response repeats of the prompts.
     """
+    only_prompt, max_tokens = max_tokens == 0, max(1, max_tokens)
     _check_length(service, prompts, max_tokens, body)
+    check_size(body, prompts, 1 if chat else body.n or 1)
     grammar = await grammar_for(service, plan, prompts[0])
-    params = replace(body.sampling_params(max_tokens, top_logprobs or 0), grammar=grammar)
+    params = body.sampling_params(max_tokens, top_logprobs or 0, service.sampling_defaults)
+    params = replace(params, grammar=grammar)
+    vocab = service.engine.model.config.vocab_size
+    if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
+        raise ApiError(400, f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}", "logit_bias")
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
@@ -82,27 +92,42 @@ async def answer(
         top_logprobs=top_logprobs,
         token_ids=bool(body.return_token_ids),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
+        top_of_prompt=body.prompt_logprobs,
+        echo=echo,
+        only_prompt=only_prompt,
     )
     record = record_of(request)
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
     steps = _steps(service, record, prompts, params, begun, plan)
     if not body.stream:
-        return await _whole(service, reply, record, steps)
+        return await _whole(service, reply, record, steps, params.n, body.n or 1)
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     chunks = _chunks(reply, record, steps)
     return EventStream(request, chunks, steps, service.limits)
 
 
-def check_count(service: Service, prompts: int, n: int) -> None:
-    """Call before any work on the prompts. Raises ApiError for more than the server ever accepts."""
+def check_count(service: Service, prompts: int, n: int, name: str = "n") -> None:
+    """Call before any work on the prompts. name: of the field with n. Raises ApiError for more than the server ever
+    accepts."""
     if n > service.config.max_n:
-        raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
+        raise ApiError(400, f"{name} is {n}; this server allows {service.config.max_n}", name)
     limit = service.limits.max_sequences
     if prompts * n > limit:
-        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server allows {limit}; ask for fewer"
-        raise ApiError(400, message, "n" if n > 1 else "prompt")
+        message = (
+            f"{prompts} prompts times {name} are {prompts * n} sequences, but the server allows {limit}; ask for fewer"
+        )
+        raise ApiError(400, message, name if n > 1 else "prompt")
+
+
+def truncated(service: Service, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, as many as the request keeps."""
+    keep = body.truncate_prompt_tokens
+    if keep == -1:
+        new = getattr(body, body.limit_field) or 1
+        keep = max(1, min(_longest_prompt(service), service.context - new))
+    return prompt if keep is None else prompt[-keep:]
 
 
 def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, body: SamplingRequest) -> None:
@@ -156,9 +181,12 @@ async def _steps(
     except UserError as error:
         raise ApiError(400, str(error)) from error
     except ApiError as error:
-        record.aborted = {"engine_failed": "failure", "not_finite": "failure", "shutting_down": "shutdown"}.get(
-            error.code or ""
-        )
+        record.aborted = {
+            "engine_failed": "failure",
+            "not_finite": "failure",
+            "grammar_failed": "failure",
+            "shutting_down": "shutdown",
+        }.get(error.code or "")
         raise
 
 
@@ -225,8 +253,14 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
 
 
 async def _whole(
-    service: Service, reply: ReplyWriter, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
+    service: Service,
+    reply: ReplyWriter,
+    record: RequestRecord,
+    steps: AsyncGenerator[list[Piece], None],
+    drawn: int,
+    n: int,
 ) -> Response:
+    """drawn, n: samples per prompt, and how many of them the response has."""
     choices: dict[int, Piece] = {}
     async with aclosing(steps):
         async for pieces in steps:
@@ -236,6 +270,8 @@ async def _whole(
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
+    if drawn > n:
+        ordered = best_of(ordered, drawn, n)
     for piece in ordered:
         piece.complete()
     usage = usage_of(record.prompt_tokens, record.completion_tokens)

@@ -54,10 +54,6 @@ def engine_failed() -> ApiError:
     return ApiError(503, "the engine has failed; see the server's log, and restart it", code="engine_failed")
 
 
-def grammar_failed(problem: str) -> ApiError:
-    return ApiError(400, f"the schema or grammar cannot be followed any more: {problem}", code="unsupported_schema")
-
-
 def not_finite() -> ApiError:
     # The official clients retry a request after 500 unless this header forbids it.
     return ApiError(
@@ -66,3 +62,7 @@ def not_finite() -> ApiError:
         code="not_finite",
         headers={"x-should-retry": "false"},
     )
+
+
+def grammar_failed(problem: str) -> ApiError:
+    return ApiError(400, f"the schema or grammar cannot be followed any more: {problem}", code="grammar_failed")

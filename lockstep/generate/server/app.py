@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,32 +15,31 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from lockstep.data.chat import ChatTemplate, ChatTemplateError, readable_values
-from lockstep.data.messages import SHOWN_REASONING
-from lockstep.errors import UserError, closest
-from lockstep.generate.sampling_params import Completion
+from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
-from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import LARGE, Body, parse_body, read_body
+from lockstep.generate.server.chats import chat
+from lockstep.generate.server.completions import complete
 from lockstep.generate.server.keys import RequireKeys
 from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
-from lockstep.generate.server.tools import ReplyPlan
+from lockstep.generate.server.tokenize import (
+    Detokenize,
+    HasMessages,
+    TokenizeChat,
+    TokenizePrompt,
+    detokenize,
+    tokenize,
+    tokenize_chat,
+)
 from lockstep.generate.server.watch import ClientGone, watch
 from lockstep.generate.server.weights import describe, update_weights
-from lockstep.model import check_token_ids
 from lockstep.version import __version__
 
-COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions; that of chats is the rest of the context."""
-LONG_CHAT = 64
-"""Messages; longer chats are rendered one at a time, even if their text is short."""
-MOST_OF_VALUES = 2**16
-"""Most characters of a request's template values as JSON: a template may write them in every message."""
-
+Asked = TypeVar("Asked", bound=BaseModel)
 routes = APIRouter()
 
 
@@ -87,78 +84,36 @@ def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
 @routes.post("/v1/completions", openapi_extra=_described(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continues one or more prompts, as text or as tokens."""
-    return await _watched(request, _complete)
-
-
-async def _complete(service: Service, request: Request, data: bytes) -> Response:
-    body = await _parsed(service, data, CompletionRequest)
-    _check_model(service, body.model)
-    body.check_fields()
-    prompts = await _prompts(service, body.prompt, body.n or 1)
-    plan = ReplyPlan(content=body.content_rule(), content_field=body.content_field)
-    max_tokens = body.max_tokens or COMPLETION_TOKENS
-    begun = _begun(service, body, len(prompts), max_tokens)
-    return await answer(service, request, body, prompts, max_tokens, body.logprobs, plan, chat=False, begun=begun)
+    return await _watched(request, CompletionRequest, complete)
 
 
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Returns the assistant's next message."""
-    return await _watched(request, _chat)
+    return await _watched(request, ChatRequest, chat)
 
 
-async def _chat(service: Service, request: Request, data: bytes) -> Response:
-    body = await _parsed(service, data, ChatRequest)
-    _check_model(service, body.model)
-    body.check_fields()
-    check_count(service, 1, body.n or 1)
-    if service.template is None:
-        raise ApiError(
-            400,
-            "this model's folder has no chat template; use /v1/completions, or put a chat_template.jinja next to its "
-            "weights",
-            code="no_chat_template",
-        )
-    plan = body.plan(service)
-    try:
-        messages = [message.plain(service.between, service.call_layout) for message in body.messages]
-    except ChatTemplateError as error:
-        raise ApiError(400, str(error), "messages", "chat_template") from error
-    values, of_values = _template_values(service.template, body)
-    if tools := plan.described:
-        values, of_values = values | {"tools": tools}, of_values + len(json.dumps(tools))
-    # Reasoning has two keys, of which a template writes one.
-    characters = sum(len(m["content"] or "") + len(m.get(SHOWN_REASONING[0], "")) for m in messages)
-    characters += sum(len(json.dumps(m["tool_calls"])) for m in messages if "tool_calls" in m)
-    check_text(service, characters, "messages")
-    render = partial(service.template.render, messages, **values)
-    try:
-        # A template may write the values in every message.
-        small = characters + of_values * len(messages) < LONG_TEXT and len(messages) < LONG_CHAT
-        text = await (asyncio.to_thread if small else service.in_turn)(render)
-    except ChatTemplateError as error:
-        raise ApiError(400, str(error), "messages", "chat_template") from error
-    (prompt,) = await encode(service, [text], "messages")
-    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
-    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, plan, chat=True)
+@routes.post("/tokenize", openapi_extra=_described(TokenizePrompt))
+async def tokens_of(request: Request) -> Response:
+    """The tokens of a text, or of a chat: then the body is that of a chat completion."""
+    service, data = _service(request), await _read(request)
+    return await watch(request, _tokenize(service, data), service.limits)
 
 
-def _template_values(template: ChatTemplate, body: ChatRequest) -> tuple[dict[str, Any], int]:
-    """The request's values for its chat template, and their size in characters.
+async def _tokenize(service: Service, data: bytes) -> Response:
+    if (await _parsed(service, data, HasMessages)).messages is None:
+        return json_response(await tokenize(service, await _parsed(service, data, TokenizePrompt)))
+    return json_response(await tokenize_chat(service, await _parsed(service, data, TokenizeChat)))
 
-    Raises ApiError for a value that the template does not read, and if they are too large.
-    """
-    values, field = body.chat_template_kwargs or {}, "chat_template_kwargs"
-    readable = readable_values(template)
-    for name in values:
-        if name not in readable:
-            hint = closest(name[:64], readable) or " Remove it"
-            raise ApiError(400, f"{field}: the model's chat template takes no {name[:64]!r}.{hint}", field)
-    size = len(json.dumps(values, ensure_ascii=False))
-    if size > MOST_OF_VALUES:
-        raise ApiError(400, f"{field} has {size} characters, more than {MOST_OF_VALUES}", field)
-    return values, size
+
+@routes.post("/detokenize", openapi_extra=_described(Detokenize))
+async def text_of(request: Request) -> Response:
+    """The text of tokens, special ones included."""
+
+    async def work(service: Service, request: Request, body: Detokenize) -> Response:
+        return json_response(await detokenize(service, body.tokens))
+
+    return await _watched(request, Detokenize, work)
 
 
 @routes.get("/", include_in_schema=False)
@@ -204,7 +159,7 @@ async def metrics(request: Request) -> Response:
 async def weights(request: Request) -> Response:
     """Loads other weights while requests are running."""
     service = _service(request)
-    return json_response(await update_weights(service, parse_body(await _read(service, request), WeightsRequest)))
+    return json_response(await update_weights(service, parse_body(await _read(request), WeightsRequest)))
 
 
 @routes.get("/admin/model")
@@ -225,6 +180,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "lockstep",
         "max_model_len": service.context,
+        "sampling_defaults": service.sampling_defaults,
     }
 
 
@@ -235,57 +191,29 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 async def _watched(
-    request: Request, work: Callable[[Service, Request, bytes], Coroutine[Any, Any, Response]]
+    request: Request, kind: type[Asked], work: Callable[[Service, Request, Asked], Coroutine[Any, Any, Response]]
 ) -> Response:
     """Runs `work` on the body; cancels it if the client disconnects or the request takes too long."""
+    service, data = _service(request), await _read(request)
+
+    async def parse_and_work() -> Response:
+        return await work(service, request, await _parsed(service, data, kind))
+
+    return await watch(request, parse_and_work(), service.limits)
+
+
+async def _read(request: Request) -> bytes:
     service = _service(request)
-    data = await _read(service, request)
-    return await watch(request, work(service, request, data), service.limits)
-
-
-async def _read(service: Service, request: Request) -> bytes:
     body = read_body(request, service.config.max_body_bytes)
     return await watch(request, body, service.limits, reads_body=True)
 
 
 async def _parsed(service: Service, data: bytes, kind: type[Body]) -> Body:
-    return parse_body(data, kind) if len(data) < LARGE else await service.in_turn(partial(parse_body, data, kind))
-
-
-async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:
-    """The prompts' tokens."""
-    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    each: list[Any] = [prompt] if single else list(prompt)
-    check_count(service, len(each), n)
-    if not all(each) or not each:
-        raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
-    if isinstance(each[0], str):
-        return await encode(service, each, "prompt")
-    for number, tokens in enumerate(each):
-        _check_tokens(service, tokens, "prompt", "" if single else f" {number}")
-    return each
-
-
-def _check_tokens(service: Service, tokens: list[int], field: str, number: str = "") -> None:
-    try:
-        check_token_ids(tokens, service.engine.model.config.vocab_size, field + number)
-    except UserError as error:
-        raise ApiError(400, str(error), field) from error
-
-
-def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: int) -> list[Completion]:
-    """The samples to continue; their log-probabilities are not needed, since the client has them."""
-    if body.begun is None:
-        return []
-    if prompts > 1:
-        raise ApiError(400, f"begun needs exactly one prompt, not {prompts}", "begun")
-    for tokens in body.begun:
-        if len(tokens) > max_tokens:
-            message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, including them, is {max_tokens}"
-            raise ApiError(400, message, "begun")
-        if tokens:
-            _check_tokens(service, tokens, "begun")
-    return [Completion(tokens, [0.0] * len(tokens), "abort") for tokens in body.begun]
+    """The body, whose model is served here if it names one."""
+    large = len(data) >= LARGE
+    body = await service.in_turn(partial(parse_body, data, kind)) if large else parse_body(data, kind)
+    _check_model(service, getattr(body, "model", None))
+    return body
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

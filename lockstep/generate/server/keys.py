@@ -1,4 +1,4 @@
-"""Access: the API key for /v1 and /metrics, the admin key for /admin; without an API key, only from this machine."""
+"""Access: the API key for work and metrics, the admin key for /admin; without an API key, only from this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.limits import WORK
 
 
 class RequireKeys:
@@ -34,7 +35,7 @@ class RequireKeys:
             if not self._admin_key:
                 return ApiError(404, f"no route {path[:200]}", code="not_found")
             return _compare(request, self._admin_key, "admin key")
-        if self._api_key and (path.startswith("/v1/") or path == "/metrics"):
+        if self._api_key and (path.startswith(WORK) or path == "/metrics"):
             return _compare(request, self._api_key, "API key")
         return None
 

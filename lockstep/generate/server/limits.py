@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
 
+WORK = ("/v1/", "/tokenize", "/detokenize")
+"""What the paths of requests for work begin with."""
+
 
 class Limits:
     """Counts requests and sequences. Used only in the event loop's thread."""
@@ -64,7 +67,7 @@ class LimitRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Weight updates and health checks are accepted under any load.
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(WORK):
             await self._app(scope, receive, send)
             return
         try:

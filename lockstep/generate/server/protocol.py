@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,6 +39,8 @@ Strictly = Annotated[list[Item], Field(fail_fast=True)]
 Prompts = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+TokenIdName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 IGNORED = {
     "metadata",
@@ -58,22 +61,21 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Of OpenAI.
     **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options"), ()),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("tools", "functions"), ([],)),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     # Of vLLM and SGLang.
-    **dict.fromkeys(("allowed_token_ids", "chat_template", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("allowed_token_ids", "chat_template"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("add_special_tokens", "continue_final_message", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "include_reasoning", "separate_reasoning"), (True,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("min_tokens", "priority"), (0,)),
-    **dict.fromkeys(("length_penalty", "repetition_penalty"), (1,)),
+    "priority": (0,),
+    "length_penalty": (1,),
+    "truncation_side": ("left",),
     **dict.fromkeys(("bad_words", "documents"), ([],)),
     "chat_template_kwargs": ({},),
     "include_stop_str_in_output": (False,),
@@ -88,6 +90,12 @@ INSTEAD = {
     "guided_grammar": 'send structured_outputs: {"grammar": …}',
 }
 """What to send in place of an unsupported field, where it is not to be removed."""
+
+
+WITH_DEFAULTS = (
+    "temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Fields whose defaults a model's generation configuration may have."""
 
 
 class Options(BaseModel):
@@ -115,6 +123,17 @@ class SamplingRequest(BaseModel):
     )
     stop_token_ids: Strictly[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=LARGEST)
+    logit_bias: dict[TokenIdName, Bias] | None = Field(
+        None, description="an object of biases from -100 to 100 by token id, as a string"
+    )
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=LARGEST, description="the number of the prompt's last tokens to keep, or -1: as many as fit"
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stream: bool | None = None
     stream_options: Options | None = None
     return_token_ids: bool | None = None
@@ -135,6 +154,17 @@ class SamplingRequest(BaseModel):
     def limit_field(self) -> str:
         """The name of the field that limits the new tokens."""
         return "max_tokens"
+
+    @property
+    def samples(self) -> int:
+        """How many samples of each prompt are drawn."""
+        return self.n or 1
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """How many of the likeliest tokens the response has in place of each of the prompt's; None: it has no
+        log-probabilities of the prompt."""
+        return self.prompt_logprobs
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
@@ -161,6 +191,10 @@ class SamplingRequest(BaseModel):
                 "return_routes returns the routes of the returned token ids; also set return_token_ids: true",
                 "return_routes",
             )
+        if self.truncate_prompt_tokens == 0:
+            raise ApiError(400, "truncate_prompt_tokens is 0; keep at least one token", "truncate_prompt_tokens")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs are not in streams; remove stream or them", "prompt_logprobs")
         if self.temperature and self.temperature < 0.01:
             raise ApiError(
                 400, "temperature is below 0.01; use 0, which selects the likeliest token, or more", "temperature"
@@ -175,16 +209,26 @@ class SamplingRequest(BaseModel):
         """What the content must be; None if it may be any text. Raises ApiError for fields that contradict."""
         return content_rule(self.response_format, self.structured_outputs)
 
-    def sampling_params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
+    def sampling_params(
+        self, max_tokens: int, top_logprobs: int, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> SamplingParams:
+        """defaults: of `SamplingParams`, where the request has no value. Raises ApiError for more `min_tokens` than
+        `max_tokens`."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {name: getattr(self, name) for name in WITH_DEFAULTS}
+        given = {name: value for name, value in given.items() if value is not None}
+        if (self.min_tokens or 0) > max_tokens:
+            message = f"min_tokens {self.min_tokens} is more than {self.limit_field} {max_tokens}"
+            raise ApiError(400, message, "min_tokens")
+        sampling = {name: value for name, value in defaults.items() if name in WITH_DEFAULTS} | given
         return SamplingParams(
+            **sampling | {"top_k": max(0, sampling.get("top_k", 0))},
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            n=self.n or 1,
+            n=self.samples,
             seed=self.seed,
+            min_tokens=self.min_tokens or 0,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            prompt_logprobs=self.top_of_prompt,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -202,7 +246,9 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a number from 0 to {MAX_TOP_LOGPROBS}; true is only for chats"
     )
+    max_tokens: int | None = Field(None, ge=0, le=LARGEST)
     best_of: int | None = Field(None, ge=1, le=LARGEST)
+    echo: bool | None = None
     begun: Prompts[Strictly[TokenId]] | None = Field(
         None, description="the tokens of each of the n samples so far, after which sampling continues"
     )
@@ -216,8 +262,24 @@ class CompletionRequest(SamplingRequest):
             raise ApiError(
                 400, "begun needs the tokens of its samples and a seed, the one they were sampled with", "seed"
             )
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of other than n is not supported here; remove it", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0, which needs echo: true", "max_tokens")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ApiError(400, f"best_of is {self.best_of}, less than n, {self.n}", "best_of")
+        if self.samples > (self.n or 1) and (self.stream or self.begun is not None):
+            other = "stream" if self.stream else "begun"
+            raise ApiError(400, f"best_of chooses among finished samples; remove it or {other}", "best_of")
+        if self.echo and self.begun is not None:
+            raise ApiError(400, "echo returns a prompt, not the samples of begun; remove one of them", "echo")
+
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n or 1
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return None if echoed is None and self.prompt_logprobs is None else max(echoed or 0, self.prompt_logprobs or 0)
 
 
 class TextPart(BaseModel):

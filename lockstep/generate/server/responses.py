@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lockstep.data import Tokenizer
 from lockstep.data.decoding import token_bytes, token_text
 from lockstep.generate.sampling_params import TokenEvent
+from lockstep.generate.server.prompt_logprobs import Echo, prompt_logprobs
 
 DONE = "data: [DONE]\n\n"
 
@@ -122,10 +123,18 @@ class Reply:
     token_ids: bool
     with_usage: bool = False
     """Whether a stream ends with the numbers of tokens."""
+    top_of_prompt: int | None = None
+    """Of `prompt_logprobs`; None: the response has none."""
+    echo: Echo | None = None
+    """Of the prompts, which the choices begin with."""
+    only_prompt: bool = False
+    """Whether the choices end with their prompt: they have no sampled token."""
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
         """The complete response to a request that is not streamed, as JSON."""
-        return self._object([self._choice(piece, "message") for piece in pieces], chunk=False, usage=usage)
+        usage = self._counted(usage)
+        written = self._of_prompt(pieces[0]) if self.chat else {}
+        return self._object([self._choice(piece, "message") for piece in pieces], False, written=written, usage=usage)
 
     def begin(self) -> str:
         return ""
@@ -135,8 +144,11 @@ class Reply:
         return server_sent_event(self._object([self._choice(piece, "delta")], True, piece.first, **more))
 
     def end(self, usage: dict[str, int]) -> str:
-        counted = self._object([], chunk=True, first=False, usage=usage) if self.with_usage else ""
+        counted = self._object([], chunk=True, first=False, usage=self._counted(usage)) if self.with_usage else ""
         return (server_sent_event(counted) if counted else "") + DONE
+
+    def _counted(self, usage: dict[str, int]) -> dict[str, int]:
+        return usage_of(usage["prompt_tokens"], 0) if self.only_prompt else usage
 
     def shows(self, piece: Piece) -> bool:
         """Whether a chunk with this piece would contain anything for the client."""
@@ -146,52 +158,81 @@ class Reply:
     # JSON is written token by token: json.dumps of a whole response holds the GIL, and so does the garbage collection
     # of hundreds of thousands of objects.
 
-    def _object(self, choices: list[str], chunk: bool, first: bool = True, **more: Any) -> str:
+    def _object(
+        self, choices: list[str], chunk: bool, first: bool = True, written: dict[str, str] | None = None, **more: Any
+    ) -> str:
+        """written: further values, as JSON."""
         kind = "text_completion"
         if self.chat:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
         rest = {"id": self.id, "object": kind, "created": self.created, "model": self.model, **more}
         if self.chat and self.token_ids and first:
             rest["prompt_token_ids"] = self.prompts[0]
-        return _with(rest, "choices", f"[{', '.join(choices)}]")
+        return _with(rest, choices=f"[{', '.join(choices)}]", **(written or {}))
+
+    def _of_prompt(self, piece: Piece) -> dict[str, str]:
+        """What a choice, or a chat, has of its prompt's log-probabilities, as JSON."""
+        scores = piece.events[0].prompt_scores
+        if scores is None or self.top_of_prompt is None:
+            return {}
+
+        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+            return {"logprob": _number(logprob), "rank": rank, "decoded_token": self._name(token)}
+
+        return {"prompt_logprobs": prompt_logprobs(scores, self.top_of_prompt, entry)}
 
     def _choice(self, piece: Piece, holder: str) -> str:
         choice: dict[str, Any] = {"index": piece.index}
         if self.chat:
             choice[holder] = _message(piece, holder == "message")
         else:
-            choice["text"] = piece.text
+            echoed = self.echo.texts[piece.prompt] if self.echo and piece.first else ""
+            choice["text"] = echoed + ("" if self.only_prompt else piece.text)
         choice["finish_reason"] = piece.finish_reason
         if self.token_ids:
-            choice["token_ids"] = [event.token_id for event in piece.events]
-            choice["weights_versions"] = [event.weights_version for event in piece.events]
-            truncated = [event.truncated_logprob for event in piece.events if event.truncated_logprob is not None]
+            events = self._shown(piece)
+            choice["token_ids"] = [event.token_id for event in events]
+            choice["weights_versions"] = [event.weights_version for event in events]
+            truncated = [event.truncated_logprob for event in events if event.truncated_logprob is not None]
             if truncated and self.top_logprobs is not None:
                 choice["truncated_logprobs"] = truncated
-            if any(event.route for event in piece.events):
-                choice["routes"] = [event.route for event in piece.events]
+            if any(event.route for event in events):
+                choice["routes"] = [event.route for event in events]
             if not self.chat and piece.first:
                 choice["prompt_token_ids"] = self.prompts[piece.prompt]
         logprobs = "null"
         if self.top_logprobs is not None:
             logprobs = self._chat_logprobs(piece) if self.chat else self._completion_logprobs(piece)
-        return _with(choice, "logprobs", logprobs)
+        return _with(choice, logprobs=logprobs, **({} if self.chat else self._of_prompt(piece)))
+
+    def _shown(self, piece: Piece) -> list[TokenEvent]:
+        return [] if self.only_prompt else piece.events
 
     def _completion_logprobs(self, piece: Piece) -> str:
+        tokens, logprobs, tops, offsets = list[int](), list[float | None](), list[str](), list[int]()
+        begin = 0
+        if self.echo:
+            begin = len(self.echo.texts[piece.prompt])
+            scores = piece.events[0].prompt_scores
+            if piece.first and scores is not None:
+                tokens, logprobs, tops = list(scores.tokens), [None, *map(_number, scores.logprobs)], ["null"]
+                places = zip(scores.top_logprobs, tokens[1:], scores.logprobs, strict=True)
+                named = (self._by_name(top[: self.top_logprobs], token, logprob) for top, token, logprob in places)
+                tops += map(json.dumps, named)
+                offsets = self.echo.offsets[piece.prompt]
+        events = self._shown(piece)
+        tops += (json.dumps(self._by_name(event.top_logprobs, event.token_id, event.logprob)) for event in events)
         lists = {
-            "tokens": [self._name(event.token_id) for event in piece.events],
-            "token_logprobs": [_number(event.logprob) for event in piece.events],
-            "text_offset": piece.offsets,
+            "tokens": [self._name(token) for token in (*tokens, *(event.token_id for event in events))],
+            "token_logprobs": [*logprobs, *(_number(event.logprob) for event in events)],
+            "text_offset": [*offsets, *(begin + offset for offset, _ in zip(piece.offsets, events))],
         }
-        top = f"[{', '.join(json.dumps(self._by_name(event)) for event in piece.events)}]"
-        return _with(lists, "top_logprobs", top if self.top_logprobs else "null")
+        return _with(lists, top_logprobs=f"[{', '.join(tops)}]" if self.top_logprobs else "null")
 
-    def _by_name(self, event: TokenEvent) -> dict[str, float | None]:
-        """The likeliest tokens and the sampled one. Of tokens with equal text, the less likely are named by id."""
+    def _by_name(self, top: list[tuple[int, float]], chosen: int, logprob: float) -> dict[str, float | None]:
+        """The likeliest tokens and the chosen one. Of tokens with equal text, the less likely are named by id."""
         names: dict[str, float | None] = {}
-        listed = list(event.top_logprobs)
-        if event.token_id not in dict(listed):
-            listed.append((event.token_id, event.logprob))
+        listed = top if chosen in dict(top) else [*top, (chosen, logprob)]
         for token, logprob in listed:
             name = self._name(token)
             names[f"token_id:{token}" if name in names else name] = _number(logprob)
@@ -245,9 +286,10 @@ def server_sent_event(content: str) -> str:
     return f"data: {content}\n\n"
 
 
-def _with(values: dict[str, Any], name: str, value: str) -> str:
-    """An object in JSON, one value of which is already JSON."""
-    return f'{json.dumps(values)[:-1]}, "{name}": {value}}}'
+def _with(values: dict[str, Any], **written: str) -> str:
+    """An object in JSON, some values of which are already JSON."""
+    more = "".join(f', "{name}": {value}' for name, value in written.items())
+    return f"{json.dumps(values)[:-1]}{more}}}"
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -86,6 +86,9 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     logger.info("%s", start_line(str(folder), model.config, model.device, model.dtype, work, ranks, ends))
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
+    if service.sampling_defaults:
+        values = ", ".join(f"{name} {value}" for name, value in service.sampling_defaults.items())
+        logger.info("requests without them have the model's defaults: %s (--generation-config vllm: none)", values)
     server = Server(service)
     # What is loaded by now is never garbage; traversing it would block every client for a tenth of a second.
     gc.collect()

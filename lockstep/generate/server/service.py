@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep import ops
 from lockstep.config import ServeConfig
@@ -18,6 +18,7 @@ from lockstep.data.messages import CallLayout, between_parts, call_layout
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
+from lockstep.generate.server.generation_config import sampling_defaults
 from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics
 
@@ -46,6 +47,8 @@ class Service:
     """The separator that the chat template writes between two parts of a message's content."""
     call_layout: CallLayout | None = field(init=False)
     """What the chat template expects of tool calls in the history."""
+    sampling_defaults: dict[str, Any] = field(init=False)
+    """Of `SamplingParams`: for requests without a value."""
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
     metrics: Metrics = field(init=False)
@@ -54,6 +57,7 @@ class Service:
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
         self.between = between_parts(self.template) if self.template else ""
         self.call_layout = call_layout(self.template) if self.template else None
+        self.sampling_defaults = sampling_defaults(self.folder) if self.config.generation_config == "auto" else {}
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting
         self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)

@@ -214,6 +214,9 @@ def _body(request: Request, prompt: list[int], **more: Any) -> dict[str, Any]:
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "repetition_penalty": params.repetition_penalty,
         "stop": list(params.stop) or None,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
@@ -328,7 +331,7 @@ class VllmServer:
 
     def _stream(self, client: HttpClient, first: int, body: dict[str, Any], version: int) -> Iterator[Part]:
         """The samples of a call, with indices from `first`."""
-        for event in client.events("/v1/completions", body | {"model": self.model, "repetition_penalty": 1.0}):
+        for event in client.events("/v1/completions", body | {"model": self.model}):
             for choice in event["choices"]:
                 tokens = choice["token_ids"] or []
                 logprobs = choice["logprobs"]["token_logprobs"] if tokens else []

@@ -1,0 +1,82 @@
+"""Texts as tokens and back, in the format of vLLM's `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.generate.server.answer import encode
+from lockstep.generate.server.chats import chat_prompt, plan_of
+from lockstep.generate.server.completions import check_tokens
+from lockstep.generate.server.protocol import ChatRequest, Strictly, TokenId
+from lockstep.generate.server.service import Service
+
+MOST_TOKENS = 2**18
+LONG = 1024
+"""Tokens; longer lists are worked on one at a time."""
+
+
+class TokenizePrompt(BaseModel):
+    """POST /tokenize, of a text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatRequest):
+    """POST /tokenize, of a chat: a request for the chat itself also counts its tokens."""
+
+    return_token_strs: bool | None = None
+
+
+class Detokenize(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    tokens: Annotated[Strictly[TokenId], Field(max_length=MOST_TOKENS)]
+
+
+class HasMessages(BaseModel):
+    """Whether a body is that of a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+    messages: Any = None
+
+
+async def tokenize(service: Service, body: TokenizePrompt) -> dict[str, Any]:
+    """The response to a text. Raises ApiError for one that is too long."""
+    (tokens,) = await encode(service, [body.prompt], "prompt")
+    if body.add_special_tokens is not False:
+        before = service.tokenizer.added_before()
+        tokens = tokens if tokens[: len(before)] == before else before + tokens
+    return await tokenized(service, tokens, body.return_token_strs)
+
+
+async def tokenize_chat(service: Service, body: TokenizeChat) -> dict[str, Any]:
+    """The response to a chat."""
+    body.check_fields()
+    prompt = await chat_prompt(service, body.messages, body.chat_template_kwargs or {}, plan_of(service, body))
+    return await tokenized(service, prompt, body.return_token_strs)
+
+
+async def tokenized(service: Service, tokens: list[int], with_names: bool | None) -> dict[str, Any]:
+    """The response with these tokens."""
+    names = None
+    if with_names:
+        work = partial(service.tokenizer.token_names, tokens)
+        names = work() if len(tokens) < LONG else await service.in_turn(work)
+    return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": names}
+
+
+async def detokenize(service: Service, tokens: list[int]) -> dict[str, Any]:
+    """The text of tokens. Raises ApiError for some that the model does not have."""
+    if tokens:
+        check_tokens(service, tokens, "tokens")
+    work = partial(service.tokenizer.decode, tokens, special=True)
+    return {"prompt": work() if len(tokens) < LONG else await service.in_turn(work)}
