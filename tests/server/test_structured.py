@@ -33,7 +33,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "fits"), WAYS, ids=str)
+@pytest.mark.parametrize(("body", "fits"), WAYS, ids=range(len(WAYS)))
 def test_chats_and_completions_follow_what_they_must_be(server, body, fits):
     for seed in range(3):
         answer = server.chat("hi", seed=seed, max_tokens=100, **body).json()["choices"][0]
