@@ -292,6 +292,12 @@ class ServeConfig:
     """Port to listen on; 0: any free one."""
     model_name: str = ""
     """Name that requests use for the model; empty: the folder's name."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters of the model, NAME=FOLDER each: requests name one as their model."""
+    lora_folder: str = ""
+    """Folder whose adapters can be loaded while the server runs, with the admin key; empty: none can."""
+    max_loras: Annotated[int, AtLeast(0)] = 16
+    """Maximum number of adapters loaded at a time."""
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: as in the files."""
     arithmetic: Arithmetic = "auto"

@@ -16,6 +16,8 @@ from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
+from lockstep.model.adapted_rows import AdaptedRows
+from lockstep.model.adapters import Adapter
 
 
 @dataclass
@@ -37,6 +39,8 @@ class StepBatch:
     """(source, target) pages that are copied after this step."""
     decodes: bool
     """Whether every row is sampled."""
+    adapted: list[AdaptedRows]
+    """The rows of each adapter; empty if no row has one."""
 
     @cached_property
     def params(self) -> list[SamplingParams]:
@@ -58,7 +62,9 @@ class StepBatch:
     def to(self, device: torch.device) -> StepBatch:
         """This batch on another device."""
         tensors: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
-        return dataclasses.replace(self, **tensors, sampling=tuple(t.to(device) for t in self.sampling))
+        adapted = [AdaptedRows(a, None if rows is None else rows.to(device)) for a, rows in self.adapted]
+        sampling = tuple(t.to(device) for t in self.sampling)
+        return dataclasses.replace(self, **tensors, sampling=sampling, adapted=adapted)
 
 
 class BatchArrays:
@@ -115,6 +121,7 @@ class BatchArrays:
             sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
             copies=[pages for chunk in chunks for pages in chunk.copies],
             decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
+            adapted=_adapted(chunks, len(tokens)),
         )
 
     def _update(self, sequence: Sequence) -> None:
@@ -136,3 +143,14 @@ class BatchArrays:
                 self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
             self._table[slot, filled : len(sequence.pages)] = sequence.pages[filled:]
             self._filled[slot] = len(sequence.pages)
+
+
+def _adapted(chunks: list[Chunk], count: int) -> list[AdaptedRows]:
+    """The rows of each adapter, of `count` in all."""
+    rows: dict[Adapter, list[int]] = {}
+    first = 0
+    for chunk in chunks:
+        if chunk.sequence.adapter is not None:
+            rows.setdefault(chunk.sequence.adapter.adapter, []).extend(range(first, first + chunk.rows))
+        first += chunk.rows
+    return [AdaptedRows(a, None if len(own) == count else torch.tensor(own)) for a, own in rows.items() if own]

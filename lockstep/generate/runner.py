@@ -13,6 +13,7 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
+from lockstep.model.adapted_rows import adapted
 from lockstep.ops.vocabulary import Whole
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
@@ -88,4 +89,5 @@ class Runner:
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:
         """The hidden state of every row; `batch` is on the model's device."""
         attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
-        return self.model(batch.tokens, batch.positions, attention)
+        with adapted(batch.adapted):
+            return self.model(batch.tokens, batch.positions, attention)

@@ -86,7 +86,7 @@ class Scheduler:
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
             # As there is budget left, `last` ends its sequence: this step completes the keys in its pages.
-            if self.config.prefix_cache and last is not None and last.sequence.tokens == sequence.tokens:
+            if self.config.prefix_cache and last is not None and _are_equal(last.sequence, sequence):
                 chunks.append(self._take_copy(sequence, last, scheduled))
             else:
                 count = min(len(sequence.tokens) - sequence.computed, budget)
@@ -140,6 +140,16 @@ class Scheduler:
             sequence.computed = sequence.registered_pages = 0
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
+    def recompute(self, sequences: Iterable[Sequence]) -> None:
+        """Moves those of these sequences that run to the front of the waiting queue: their keys are invalid."""
+        invalid = {id(s) for s in sequences}
+        moved = [s for s in self.running if id(s) in invalid]
+        self.running = [s for s in self.running if id(s) not in invalid]
+        self.unregister_pages(moved)
+        for sequence in reversed(moved):
+            self._stop(sequence)
+            self.waiting.appendleft(sequence)
+
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
         """Allocates the pages of the next `count` tokens; False if the sequence itself was preempted or must wait."""
         if sequence.computed + count <= len(sequence.pages) * self.page_size:
@@ -182,7 +192,7 @@ class Scheduler:
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Shares registered pages that contain the sequence's first tokens; the last token is always computed."""
-        size = self.page_size
+        size, sequence.chain = self.page_size, sequence.root
         while self.config.prefix_cache and (sequence.registered_pages + 1) * size < len(sequence.tokens):
             start = sequence.registered_pages * size
             shared = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
@@ -214,3 +224,8 @@ class Scheduler:
         sequence.pages = []
         sequence.computed = sequence.registered_pages = 0
         sequence.chain = ROOT
+
+
+def _are_equal(one: Sequence, other: Sequence) -> bool:
+    """Whether they have the same keys."""
+    return one.tokens == other.tokens and one.adapter is other.adapter

@@ -85,7 +85,7 @@ class StepGraphRunner(Runner):
     def decode(self, batch: StepBatch) -> Decoded | None:
         rows = batch.tokens.shape[0]
         drafts = rows > batch.block_table.shape[0]
-        if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
+        if not batch.decodes or batch.adapted or rows > self._most_rows or self.model.halves is not Block:
             return None
         if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None

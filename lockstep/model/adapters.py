@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.model.adapter_folder import is_adapter_folder, with_adapter
-from lockstep.model.checkpoint import Source, checked_tensor, copy_weights
+from lockstep.model.checkpoint import Source, checked_tensor, copy_weights, read_config
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import refuse_other_base
@@ -93,7 +93,8 @@ def load_adapter(folder: Path, base: Decoder, home: Path) -> Adapter:
     """The adapter in a folder in peft's layout. `base` was loaded from `home`, wherever the adapter says its base is.
 
     Its end tokens are not used: texts end where the base's do. Raises UserError for a folder that is not an adapter's,
-    for an unsupported adapter, and for one of another base or of another arithmetic.
+    for an unsupported adapter, and for one of another base, or of a run that computed with other settings than the
+    base's own or those that it has been given.
     """
     refuse_adapters(base)
     if not is_adapter_folder(folder):
@@ -101,12 +102,13 @@ def load_adapter(folder: Path, base: Decoder, home: Path) -> Adapter:
     config = with_adapter(folder, base.config, home)
     if config.score_head:
         raise UserError(f"{folder}: is the adapter of a reward model, which predicts no next token")
+    own = read_config(home)
     for name in ("reduction_chunks", "precision"):
-        recorded, served = getattr(config, name), getattr(base.config, name)
-        if recorded != served:
+        recorded, given = getattr(config, name), getattr(base.config, name)
+        if recorded not in (given, getattr(own, name)):
             raise UserError(
-                f"{folder}: was trained with {name} {recorded}, but its base has {served} here, which gives other "
-                "bits; load the base as it was trained"
+                f"{folder}: was trained with {name} {recorded}, but its base has {given} here, which gives other bits; "
+                "open the base with what the adapter was trained with"
             )
     refuse_other_base(folder, home)
     adapter, stored = Adapter(config, base.dtype, base.device), adapter_tensors(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import c_int64
@@ -129,6 +129,13 @@ class PackedWeights:
         for key in self._panels.keys() - self._current.keys():
             self._release(key)
         self._current.clear()
+
+    def forget_these(self, weights: Iterable[Tensor]) -> None:
+        """`forget` for some of the weights, and frees their panels."""
+        self.generation += 1
+        addresses = {weight.data_ptr() for weight in weights}
+        for key in [key for key in self._panels if key[0] in addresses]:
+            self._release(key)
 
     def release(self) -> None:
         """`forget`, and frees the memory of all panels."""

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -66,11 +67,11 @@ async def answer(
     begun: with a single prompt, the tokens so far of its samples, which continue from there.
     """
     _check_length(service, prompts, max_tokens, body)
-    params = body.sampling_params(max_tokens, top_logprobs or 0)
+    params = replace(body.sampling_params(max_tokens, top_logprobs or 0), adapter=service.adapter_of(body.model))
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
-        model=service.model_name,
+        model=params.adapter or service.model_name,
         chat=chat,
         prompts=prompts,
         tokenizer=service.tokenizer,
