@@ -23,6 +23,8 @@ class LoadedAdapter:
     """The chain of its sequences without a full page: pages that other adapters, or other values, filled are not found
     from it."""
     writes: WeightWrites
+    places: list[int]
+    """Addresses of its matrices."""
 
 
 class LoadedAdapters(Mapping[str, Adapter]):
@@ -68,7 +70,8 @@ class LoadedAdapters(Mapping[str, Adapter]):
                     f"the adapter {name!r} is for another base: {layer} is {b.weight.shape[0]} x {a.weight.shape[1]} "
                     f"there, but {layers.get(layer, 'missing')} in the model"
                 )
-        self._loaded[name] = LoadedAdapter(adapter, self._allocator.new_root(), WeightWrites(adapter))
+        root = self._allocator.new_root()
+        self._loaded[name] = LoadedAdapter(adapter, root, WeightWrites(adapter), _places(adapter))
 
     def unload(self, name: str) -> None:
         """Its unfinished sequences keep it. Raises UserError for an unknown name."""
@@ -83,9 +86,16 @@ class LoadedAdapters(Mapping[str, Adapter]):
             raise UserError(f"the adapter {name[:200]!r} is not loaded; there are: {there}")
         return self._loaded[name] if name else None
 
-    def changed(self, loaded: LoadedAdapter) -> None:
-        """Its matrices have new values: pages that the old ones filled are not found again."""
+    def changed(self, loaded: LoadedAdapter) -> bool:
+        """Its matrices have new values: pages that the old ones filled are not found again. Returns whether they are at
+        other addresses."""
+        before, loaded.places = loaded.places, _places(loaded.adapter)
         loaded.root, loaded.writes = self._allocator.new_root(), WeightWrites(loaded.adapter)
+        return loaded.places != before
+
+
+def _places(adapter: Adapter) -> list[int]:
+    return [parameter.data_ptr() for parameter in adapter.parameters()]
 
 
 def written(loaded: Iterable[LoadedAdapter | None]) -> list[LoadedAdapter]:

@@ -308,7 +308,8 @@ class Engine:
         if self.adapters.unloaded:
             used = {s.adapter for group in self._requests.values() for s in group}
             for loaded in [each for each in self.adapters.unloaded if each not in used]:
-                self._weights.forget_these(loaded.adapter.parameters())
+                self._weights.release_some(loaded.adapter.parameters())
+                self.runner.adapter_gone(loaded.adapter)
                 self.adapters.unloaded.remove(loaded)
 
     def weights_changed(self, version: int | None = None, adapter: str = "") -> None:
@@ -323,8 +324,9 @@ class Engine:
         self._use_new_weights(version)
 
     def _use_new_adapter(self, loaded: LoadedAdapter) -> None:
-        self.adapters.changed(loaded)
-        self._weights.forget_these(loaded.adapter.parameters())
+        if self.adapters.changed(loaded):
+            self.runner.adapter_gone(loaded.adapter)
+        self._weights.forget_some(loaded.adapter.parameters())
         self.scheduler.recompute(s for group in self._requests.values() for s in group if s.adapter is loaded)
 
     def _use_new_weights(self, version: int | None = None) -> None:

@@ -14,6 +14,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
 from lockstep.model.adapted_rows import adapted
+from lockstep.model.adapters import Adapter
 from lockstep.ops.vocabulary import Whole
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
@@ -81,6 +82,9 @@ class Runner:
 
     def weights_changed(self) -> None:
         """The weights have new values, and may have new addresses."""
+
+    def adapter_gone(self, adapter: Adapter) -> None:
+        """Frees the recorded steps with rows of an adapter: it is unloaded, or its matrices have moved."""
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step including the draw, if it can be replayed; `batch` is on the CPU."""

@@ -75,33 +75,19 @@ class Projection(Weight):
 
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
         """The product with the weight, plus the bias if there is one, the adapter's update if it is on, and the
-        updates of `adapted_rows`.
-
-        Both products of an adapter are rounded to the model's dtype, as are the scaled update and the sum: four
-        roundings, each in a separate operator, so that a row's bits are the same in any batch. A `B` of zeros adds
-        zeros: the values are those without an adapter.
-        """
+        updates of `adapted_rows`. A `B` of zeros adds zeros: the values are those without an adapter."""
         if self.parts:
             out = ops.fused_linear(x, self.weight, self.parts, self.precision)
         else:
             out = product(x, self.weight, self.precision, chunks)
         out = out if self.bias is None else ops.add_bias(out, self.bias)
         if self.adapted and self.lora_A is not None and self.lora_B is not None:
-            out = out + _update(x, self.lora_A, self.lora_B, self.scaling)
+            out = ops.add_low_rank(out, x, self.lora_A.weight, self.lora_B.weight, self.scaling)
         for adapter, rows in adapted_rows():
-            if (matrices := adapter.matrices.get(self.name)) is None:
-                continue
-            if rows is None:
-                out = out + _update(x, *matrices, adapter.scaling)
-            else:
-                changed = out.index_select(0, rows) + _update(x.index_select(0, rows), *matrices, adapter.scaling)
-                out = out.index_copy(0, rows, changed)
+            if (matrices := adapter.matrices.get(self.name)) is not None:
+                a, b = matrices
+                out = ops.add_low_rank(out, x, a.weight, b.weight, adapter.scaling, rows)
         return out
-
-
-def _update(x: Tensor, a: Weight, b: Weight, scaling: float) -> Tensor:
-    """What a low-rank adapter adds to the product with a weight."""
-    return ops.linear(ops.linear(x, a.weight), b.weight) * scaling
 
 
 def product(x: Tensor, weight: Tensor, format: str, chunks: int = 1) -> Tensor:

@@ -130,12 +130,21 @@ class PackedWeights:
             self._release(key)
         self._current.clear()
 
-    def forget_these(self, weights: Iterable[Tensor]) -> None:
-        """`forget` for some of the weights, and frees their panels."""
+    def forget_some(self, weights: Iterable[Tensor]) -> None:
+        """`forget` of these weights alone."""
         self.generation += 1
-        addresses = {weight.data_ptr() for weight in weights}
-        for key in [key for key in self._panels if key[0] in addresses]:
+        for key in self._keys_of(weights):
+            self._current.pop(key, None)
+
+    def release_some(self, weights: Iterable[Tensor]) -> None:
+        """`release` of these weights alone."""
+        self.generation += 1
+        for key in self._keys_of(weights):
             self._release(key)
+
+    def _keys_of(self, weights: Iterable[Tensor]) -> list[Key]:
+        addresses = {weight.data_ptr() for weight in weights}
+        return [key for key in self._panels if key[0] in addresses]
 
     def release(self) -> None:
         """`forget`, and frees the memory of all panels."""

@@ -69,7 +69,7 @@ def models(folders):
     """(base, its adapters by name, the models with each adapter built in) for a shape, a dtype and a format."""
 
     def in_format(model, format):
-        model.set_precision(PrecisionConfig(linear=format, keep=() if format != "none" else KEEP).of_model(model.config.precision, compared=True))
+        model.set_precision(PrecisionConfig(linear=format, keep=("*.down_proj",) if format != "none" else KEEP).of_model(model.config.precision, compared=True))
         return model
 
     @cache
