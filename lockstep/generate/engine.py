@@ -20,7 +20,7 @@ from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
-from lockstep.generate.adapters import LoadedAdapters, LoadedAdapter, written
+from lockstep.generate.adapters import LoadedAdapter, LoadedAdapters, written
 from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft, margin

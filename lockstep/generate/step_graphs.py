@@ -109,7 +109,10 @@ class StepGraphRunner(Runner):
         if (step := self._steps.get(kind)) is not None:
             if step.is_valid(batch, self._weights, weights):
                 return step.replay(batch)
-            self.release()
+            if kind[1]:
+                del self._steps[kind]  # perhaps only its adapters' panels have moved
+            else:
+                self.release()
         if drafts and not self.fits(rows):
             return None
         if len(self._times_seen) > 4 * MOST_RECORDED:

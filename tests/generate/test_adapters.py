@@ -1,4 +1,4 @@
-"""Several adapters of one base in one engine: each row has the bits that it has in a model with its adapter built in."""
+"""Several adapters of one base in one engine: each row has the bits that it has with its adapter built in."""
 
 import copy
 import random
@@ -69,7 +69,11 @@ def models(folders):
     """(base, its adapters by name, the models with each adapter built in) for a shape, a dtype and a format."""
 
     def in_format(model, format):
-        model.set_precision(PrecisionConfig(linear=format, keep=("*.down_proj",) if format != "none" else KEEP).of_model(model.config.precision, compared=True))
+        model.set_precision(
+            PrecisionConfig(linear=format, keep=("*.down_proj",) if format != "none" else KEEP).of_model(
+                model.config.precision, compared=True
+            )
+        )
         return model
 
     @cache
@@ -119,9 +123,10 @@ def _require_bits(built, prompts, params, groups):
     draft=st.sampled_from(["none", "ngram", "model"]),
     count=st.integers(1, 4),
     prefix_cache=st.booleans(),
+    replays=st.booleans(),
 )
 def test_rows_have_the_bits_of_their_adapter_alone(
-    models, shape, dtype, format, seed, tokens_per_step, cache_tokens, draft, count, prefix_cache
+    models, shape, dtype, format, seed, tokens_per_step, cache_tokens, draft, count, prefix_cache, replays
 ):
     base, adapters, built = models(shape, dtype, format)
     names = random.Random(seed).sample(sorted(adapters), count)
@@ -131,9 +136,38 @@ def test_rows_have_the_bits_of_their_adapter_alone(
     )  # fmt: skip
     of_model = ModelDraft(base, config) if draft == "model" else None
     engine = _engine(base, {name: adapters[name] for name in names}, config, of_model)
+    engine.runner.steps_before_recording = 1 if replays else 1000
     prompts, params = drawn_load(seed, 8, SHAPE.vocab_size, 12, adapter=["", *names])
     _require_bits(built, prompts, params, engine.generate(prompts, params))
     assert all_pages_are_free(engine)
+
+
+def test_steps_with_adapters_are_replayed_until_one_is_unloaded_or_moves(models):
+    base, adapters, built = models("plain", "float32")
+    adapters = copy.deepcopy({name: adapters[name] for name in ("all", "mlp")})
+    engine = _engine(base, adapters)
+    engine.runner.steps_before_recording = 2
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    params = [SamplingParams(max_tokens=9, seed=1, adapter=name, ignore_eos=True) for name in ("all", "", "mlp")]
+    _require_bits(built, prompts, params, engine.generate(prompts, params))
+    assert engine.runner.recorded == [3]
+    recorded = dict(engine.runner._steps)
+    with torch.no_grad():
+        for parameter in adapters["mlp"].parameters():  # in place: the recorded step remains
+            parameter.mul_(2)
+    with adapted([AdaptedRows(adapters["mlp"])]):
+        (completion,) = engine.generate(prompts, params)[2]
+        (scores,) = score(base, [prompts[2] + completion.token_ids])
+    assert torch.equal(scores[3:], torch.tensor(completion.logprobs))
+    assert engine.runner._steps == recorded
+    for parameter in adapters["mlp"].parameters():  # to other addresses
+        parameter.data = parameter.data / 2
+    engine.weights_changed(adapter="mlp")
+    assert engine.runner.recorded == []
+    _require_bits(built, prompts, params, engine.generate(prompts, params))
+    assert engine.runner.recorded == [3]
+    engine.unload_adapter("all")
+    assert engine.runner.recorded == []
 
 
 def test_equal_prompts_of_different_adapters_share_no_keys(models):

@@ -1,6 +1,5 @@
 """Adapters of the served model: several in one batch, loaded and unloaded while requests run."""
 
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,7 +80,9 @@ def test_models_in_one_batch_have_the_bits_they_have_alone_and_are_listed_as_vll
 
         with ThreadPoolExecutor(6) as threads:
             answers = list(threads.map(complete, [*prompts] * 2))
-        message = client.chat.completions.create(model="two", messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+        message = client.chat.completions.create(
+            model="two", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        )
         assert message.model == "two" and client.models.retrieve("two").parent == "small"
     where = {"small": chat_folder, "one": folders / "one", "two": folders / "two"}
     for answer in answers:
@@ -144,7 +145,11 @@ def test_what_cannot_be_loaded_is_named_and_changes_nothing(served, folders, cha
         assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     answer = _unload(served, "nothing")
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
-    assert _post(served, "/v1/load_lora_adapter", lora_name="x").json()["error"]["message"]  .startswith("lora_path is missing")
+    assert (
+        _post(served, "/v1/load_lora_adapter", lora_name="x")
+        .json()["error"]["message"]
+        .startswith("lora_path is missing")
+    )
     assert _load(served, "two", "two").status_code == 200
     answer = _load(served, "three", "three")
     assert answer.status_code == 400 and "2 adapters are loaded, the server's limit" in answer.text

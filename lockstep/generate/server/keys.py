@@ -1,4 +1,5 @@
-"""Access: the API key for /v1 and /metrics, the admin key for /admin and adapters; without an API key, only from this machine."""
+"""Access: the API key for /v1 and /metrics, the admin key for /admin and the routes that load adapters; without an API
+key, only from this machine."""
 
 from __future__ import annotations
 
