@@ -15,7 +15,7 @@ from lockstep import Engine, EngineConfig, SamplingParams, load_model, save_mode
 from lockstep.config import PrecisionConfig, RecomputeConfig
 from lockstep.errors import UserError
 from lockstep.generate.drafts.model import ModelDraft
-from lockstep.model import build_model, lora_of, save_adapter
+from lockstep.model import PRESETS, build_model, lora_of, preset, save_adapter
 from lockstep.model.adapted_rows import AdaptedRows, adapted
 from lockstep.model.adapters import build_adapter, load_adapter
 from lockstep.model.decoder import Block
@@ -140,6 +140,18 @@ def test_rows_have_the_bits_of_their_adapter_alone(
     prompts, params = drawn_load(seed, 8, SHAPE.vocab_size, 12, adapter=["", *names])
     _require_bits(built, prompts, params, engine.generate(prompts, params))
     assert all_pages_are_free(engine)
+
+
+@pytest.mark.parametrize("family", sorted({name for name in PRESETS if name.endswith(":micro")}))
+def test_every_familys_layers_can_have_adapters_of_some_rows(family):
+    shape = preset(family, 60)
+    lora = lora_of(shape, 2, 8.0, ("*",))
+    base, whole = build_model(shape, "float32", seed=3), build_model(replace(shape, lora=lora), "float32", seed=3)
+    engine = _engine(base, {"it": _moved(build_adapter(base, lora, seed=3), 1)})
+    prompts, names = [[1, 2, 3], [4, 5], [1, 2, 3]], ["it", "", ""]
+    params = [SamplingParams(max_tokens=3, seed=1, adapter=name) for name in names]
+    built = {"": base, "it": _moved(whole, 1)}
+    _require_bits(built, prompts, params, engine.generate(prompts, params))
 
 
 def test_steps_with_adapters_are_replayed_until_one_is_unloaded_or_moves(models):
