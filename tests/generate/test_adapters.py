@@ -1,6 +1,7 @@
 """Several adapters of one base in one engine: each row has the bits that it has with its adapter built in."""
 
 import copy
+import json
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lockstep.parallel.recompute import apply_recompute
 from lockstep.precision import KEEP
 from lockstep.train.packing import log_probs
 from tests.generate.engines import SHAPE, all_pages_are_free, drawn_load, finish
+from tests.generate.test_drafts import SPOILS, Oracle
 
 TARGETS = {
     "all": (4, ("*_proj",)),
@@ -120,7 +122,7 @@ def _require_bits(built, prompts, params, groups):
     seed=st.integers(0, 10_000),
     tokens_per_step=st.sampled_from([16, 37, 256]),
     cache_tokens=st.sampled_from([15 * PAGE, 64 * PAGE]),
-    draft=st.sampled_from(["none", "ngram", "model"]),
+    draft=st.sampled_from(["none", "ngram", "model", "oracle"]),
     count=st.integers(1, 4),
     prefix_cache=st.booleans(),
     replays=st.booleans(),
@@ -130,14 +132,18 @@ def test_rows_have_the_bits_of_their_adapter_alone(
 ):
     base, adapters, built = models(shape, dtype, format)
     names = random.Random(seed).sample(sorted(adapters), count)
-    config = EngineConfig(
-        max_sequences=5, cache_tokens=cache_tokens, max_tokens_per_step=tokens_per_step, prefix_cache=prefix_cache,
-        draft=draft if draft == "ngram" else "none",
-    )  # fmt: skip
-    of_model = ModelDraft(base, config) if draft == "model" else None
-    engine = _engine(base, {name: adapters[name] for name in names}, config, of_model)
-    engine.runner.steps_before_recording = 1 if replays else 1000
+    loaded = {name: adapters[name] for name in names}
     prompts, params = drawn_load(seed, 8, SHAPE.vocab_size, 12, adapter=["", *names])
+    config = EngineConfig(
+        max_sequences=5, cache_tokens=cache_tokens, max_tokens_per_step=tokens_per_step, prefix_cache=prefix_cache
+    )
+    guesses = None
+    if draft == "model":
+        guesses = ModelDraft(build_model(replace(SHAPE, dim=16), dtype), config)
+    elif draft == "oracle":
+        guesses = Oracle(_engine(base, loaded).generate(prompts, params), SPOILS["the second wrong"])
+    engine = _engine(base, loaded, replace(config, draft="ngram" if draft == "ngram" else "none"), guesses)
+    engine.runner.steps_before_recording = 1 if replays else 1000
     _require_bits(built, prompts, params, engine.generate(prompts, params))
     assert all_pages_are_free(engine)
 
@@ -152,6 +158,20 @@ def test_every_familys_layers_can_have_adapters_of_some_rows(family):
     params = [SamplingParams(max_tokens=3, seed=1, adapter=name) for name in names]
     built = {"": base, "it": _moved(whole, 1)}
     _require_bits(built, prompts, params, engine.generate(prompts, params))
+
+
+def test_rows_of_drafts_have_their_sequences_adapter(models):
+    base, adapters, built = models("plain", "float32")
+    prompts, names = [[number, 5, 9] for number in range(4)], ["all", "", "mlp", "all"]
+    params = [SamplingParams(max_tokens=20, seed=1, adapter=name, ignore_eos=True) for name in names]
+    plain = _engine(base, adapters).generate(prompts, params)
+    engine = _engine(base, adapters, draft=Oracle(plain))
+    assert engine.generate(prompts, params) == plain
+    assert engine.statistics.guesses_accepted > 20
+    engine = _engine(base, adapters, draft=ModelDraft(build_model(replace(SHAPE, dim=16), "float32"), engine.config))
+    assert engine.generate(prompts, params) == plain
+    assert engine.statistics.tokens_guessed > 0
+    _require_bits(built, prompts, params, plain)
 
 
 def test_steps_with_adapters_are_replayed_until_one_is_unloaded_or_moves(models):
@@ -325,6 +345,8 @@ def test_a_fresh_adapter_has_the_values_of_one_built_in_and_is_written_as_it(tmp
     save_model(base, tmp_path / "base")
     _moved(adapter, 1)
     save_adapter(adapter, tmp_path / "one", tmp_path / "base")
+    description = tmp_path / "one" / "adapter_config.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"base_model_name_or_path": "gone/away"}))
     read = load_adapter(tmp_path / "one", base, tmp_path / "base")
     assert all(torch.equal(one, other) for one, other in zip(adapter.parameters(), read.parameters()))
     (scores,) = score(load_model(tmp_path / "one"), [[1, 2, 3, 4]])
