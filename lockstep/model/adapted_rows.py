@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lockstep.ops import unrecorded
+
 if TYPE_CHECKING:
     from lockstep.model.adapters import Adapter
 
@@ -37,6 +39,14 @@ def adapted(rows: Sequence[AdaptedRows]) -> Iterator[None]:
         yield
     finally:
         _adapted.reset(token)
+
+
+def refuse_rows(adapters: Sequence[AdaptedRows], count: int) -> None:
+    """Raises ValueError for a row that a forward pass of so many rows does not have. Rows on a GPU are not checked."""
+    with unrecorded():  # a step graph is recorded with these rows
+        for _, rows in adapters:
+            if rows is not None and rows.device.type == "cpu" and any(not 0 <= row < count for row in rows.tolist()):
+                raise ValueError(f"an adapter has a row outside of the {count} of this forward pass: {rows.tolist()}")
 
 
 def adapted_rows() -> tuple[AdaptedRows, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model import layers
-from lockstep.model.adapted_rows import AdaptedRows, adapted, adapted_rows
+from lockstep.model.adapted_rows import AdaptedRows, adapted, adapted_rows, refuse_rows
 from lockstep.model.config import ModelConfig
 from lockstep.model.delta_net import DeltaNet
 from lockstep.model.formatted import FormattedWeight, formatted_weights
@@ -172,6 +172,7 @@ class Decoder(nn.Module):
                 "adapters of some rows do not work with compiled layers, which cannot tell the rows apart; leave out "
                 "compile.backend"
             )
+        refuse_rows(adapters, hidden.shape[0])
         places = [0, 0]  # among the layers of its kind: a cache has no room for the other's
         for block in cast(Iterable[Block], self.layers):
             cos, sin = tables[block.rope]

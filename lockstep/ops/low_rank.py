@@ -24,8 +24,14 @@ def add_low_rank(
     may be written into `out`.
 
     Both products are rounded to the dtype of `x`, as are the scaled update and the sum: four roundings, so that a row's
-    bits are the same in any batch, with or without gradients, and in one kernel or in an operator each.
+    bits are the same in any batch, with or without gradients, and in one kernel or in an operator each. Raises
+    ValueError for factors that do not match. That `rows` are rows of `out` is not checked.
     """
+    if (x.shape[1], a.shape[0], (x.shape[0], b.shape[0])) != (a.shape[1], b.shape[1], tuple(out.shape)):
+        shapes = [list(each.shape) for each in (out, x, a, b)]
+        raise ValueError(f"an adapter's update needs out, x, A and B of matching shapes, but these are {shapes}")
+    if not x.dtype == a.dtype == b.dtype == out.dtype:
+        raise ValueError(f"an adapter's update needs one dtype: out, x, A, B are {[t.dtype for t in (out, x, a, b)]}")
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_plain(out, x, a, b):
         _in_one_kernel(out, x, a, b, scaling, rows)
         return out

@@ -312,6 +312,8 @@ def test_what_cannot_have_adapters_refuses_them_by_name(models, folders):
     compiled.halves = type("Compiled", (Block,), {})
     with pytest.raises(UserError, match=r"compile\.backend"):
         _engine(compiled, {"all": adapter})
+    with adapted([AdaptedRows(adapter, torch.tensor([0, 99]))]), pytest.raises(ValueError, match="has a row outside"):
+        score(base, [[1, 2, 3]])
     with adapted([AdaptedRows(adapter)]), pytest.raises(UserError, match=r"compile\.backend"):
         score(compiled, [[1, 2, 3]])
 

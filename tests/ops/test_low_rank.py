@@ -50,3 +50,12 @@ def test_gradients_are_those_of_the_rows_alone():
             one, tensor.grad, rtol=1e-5, atol=1e-5
         )  # sums of 8 float32 products, in other orders
     assert not found[0][0].any()
+
+
+def test_what_does_not_match_is_refused():
+    out, x, a, b = (torch.randn(*shape) for shape in ((5, 6), (5, 8), (2, 8), (6, 2)))
+    for wrong in ((out, x, a[:, :7], b), (out, x, a, b[:, :1]), (out[:4], x, a, b), (out, x, a, b[:5])):
+        with pytest.raises(ValueError, match="matching shapes"), torch.no_grad():
+            ops.add_low_rank(*wrong, 0.5)
+    with pytest.raises(ValueError, match="one dtype"), torch.no_grad():
+        ops.add_low_rank(out, x, a.bfloat16(), b, 0.5)
