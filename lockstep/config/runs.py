@@ -295,6 +295,12 @@ class ServeConfig:
     generation_config: Literal["auto", "vllm"] = "auto"
     """Sampling parameters of requests that give none. auto: those in the model's generation_config.json; vllm: the
     same for every model (temperature 1, no cut, no penalty)."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters of the model, NAME=FOLDER each: requests name one as their model."""
+    lora_folder: str = ""
+    """Folder whose adapters can be loaded while the server runs, with the admin key; empty: none can."""
+    max_loras: Annotated[int, AtLeast(0)] = 16
+    """Maximum number of adapters loaded at a time."""
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: as in the files."""
     arithmetic: Arithmetic = "auto"

@@ -251,11 +251,28 @@ def _serve_problems(config: ServeConfig) -> Iterator[str]:
         yield f'dtype is "{config.dtype}"; give auto, bfloat16 or float32'
     if config.admin_key and config.admin_key == config.api_key:
         yield "admin_key equals api_key, so anyone who can sample could change the weights; give a different one"
+    yield from _adapter_problems(config)
     if not config.api_key and not _is_loopback(config.host):
         yield (
             f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "
             "or listen on 127.0.0.1"
         )
+
+
+def _adapter_problems(config: ServeConfig) -> Iterator[str]:
+    names = [module.partition("=")[0] for module in config.lora_modules]
+    if wrong := next((m for m in config.lora_modules if not all(m.partition("=")[::2])), None):
+        yield f"lora_modules has {wrong!r}; give each adapter as NAME=FOLDER"
+    elif repeated := next((name for name in names if names.count(name) > 1 or name == config.model_name), None):
+        yield f"lora_modules has the name {repeated!r}, which another adapter or the model has; give each its own"
+    if len(names) > config.max_loras:
+        yield f"lora_modules has {len(names)} adapters, but max_loras is {config.max_loras}; raise it"
+    if config.lora_folder and not config.admin_key:
+        yield "lora_folder is for adapters that are loaded with an admin key, but there is none; set admin_key"
+    if (config.lora_modules or config.lora_folder) and config.compile.backend != "none":
+        yield "adapters do not work with compiled layers yet; leave out compile.backend, or merge the adapter"
+    if (config.lora_modules or config.lora_folder) and config.parallel.tensor > 1:
+        yield "adapters do not work with parallel.tensor yet; leave it out, or merge the adapter"
 
 
 def _is_loopback(host: str) -> bool:

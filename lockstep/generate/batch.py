@@ -17,6 +17,8 @@ from lockstep.generate.prompt_scores import PromptRows, prompt_rows
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
+from lockstep.model.adapted_rows import AdaptedRows
+from lockstep.model.adapters import Adapter
 
 
 @dataclass
@@ -40,6 +42,8 @@ class StepBatch:
     """Whether every row is sampled."""
     prompt_rows: list[PromptRows]
     """The rows after which a token of a prompt follows whose log-probability is requested."""
+    adapted: list[AdaptedRows]
+    """The rows of each adapter; empty if no row has one."""
 
     @cached_property
     def params(self) -> list[SamplingParams]:
@@ -61,7 +65,9 @@ class StepBatch:
     def to(self, device: torch.device) -> StepBatch:
         """This batch on another device."""
         tensors: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
-        return dataclasses.replace(self, **tensors, sampling=tuple(t.to(device) for t in self.sampling))
+        adapted = [AdaptedRows(a, None if rows is None else rows.to(device)) for a, rows in self.adapted]
+        sampling = tuple(t.to(device) for t in self.sampling)
+        return dataclasses.replace(self, **tensors, sampling=sampling, adapted=adapted)
 
 
 class BatchArrays:
@@ -119,6 +125,7 @@ class BatchArrays:
             copies=[pages for chunk in chunks for pages in chunk.copies],
             decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
             prompt_rows=prompt_rows(chunks),
+            adapted=_adapted(chunks, len(tokens)),
         )
 
     def _update(self, sequence: Sequence) -> None:
@@ -140,3 +147,14 @@ class BatchArrays:
                 self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
             self._table[slot, filled : len(sequence.pages)] = sequence.pages[filled:]
             self._filled[slot] = len(sequence.pages)
+
+
+def _adapted(chunks: list[Chunk], count: int) -> list[AdaptedRows]:
+    """The rows of each adapter, of `count` in all."""
+    rows: dict[Adapter, list[int]] = {}
+    first = 0
+    for chunk in chunks:
+        if chunk.sequence.adapter is not None:
+            rows.setdefault(chunk.sequence.adapter.adapter, []).extend(range(first, first + chunk.rows))
+        first += chunk.rows
+    return [AdaptedRows(a, None if len(own) == count else torch.tensor(own)) for a, own in rows.items() if own]

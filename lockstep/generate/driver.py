@@ -63,9 +63,9 @@ class DriverEngine(Engine):
         with self.on_all_ranks("load_weights", str(folder)):
             super().load_weights(folder)
 
-    def weights_changed(self, version: int | None = None) -> None:
-        with self.on_all_ranks("weights_changed", version):
-            super().weights_changed(version)
+    def weights_changed(self, version: int | None = None, adapter: str = "") -> None:
+        with self.on_all_ranks("weights_changed", version, adapter):
+            super().weights_changed(version, adapter)
 
     def drive(self) -> None:
         """Starts driving: from now on, the other ranks follow."""

@@ -20,6 +20,7 @@ from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer, decoding_context
 from lockstep.errors import UserError
+from lockstep.generate.adapters import LoadedAdapter, LoadedAdapters, written
 from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft, margin
@@ -36,6 +37,7 @@ from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.generate.stragglers import stragglers
 from lockstep.generate.weight_writes import WeightWrites
 from lockstep.model import Decoder, check_token_ids
+from lockstep.model.adapters import Adapter
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.messages import from_all
@@ -79,6 +81,8 @@ class Engine:
         num_pages = self.config.cache_tokens // ops.PAGE
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
+        self.adapters = LoadedAdapters(model, self.allocator)
+        """By the names that `SamplingParams.adapter` uses."""
         self.cache = make_cache(model, num_pages)
         self._weights = ops.PackedWeights()
         self._writes = WeightWrites(model)
@@ -205,6 +209,7 @@ class Engine:
                 decoder=StreamDecoder(decodes, context) if decodes else None,
                 adjustment=self._adjustment(params, prompt, stop_ids) if params.adjusts else None,
                 prompt_scores=scores,
+                adapter=self.adapters.named(params.adapter),
                 requested_at=now,
             )
             for index in range(params.n)
@@ -287,13 +292,44 @@ class Engine:
         self.runner.release()
         self._weights.release()
 
-    def weights_changed(self, version: int | None = None) -> None:
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Requests can name the adapter from now on. Raises UserError for a name that is taken, for an adapter that
+        does not fit the model, and for a sharded model."""
+        if self.tensor_group is not None:
+            raise UserError("adapters do not work with parallel.tensor yet; leave it out")
+        self.adapters.load(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """New requests cannot name it any more; unfinished ones finish with it. Raises UserError for an unknown
+        name."""
+        self.adapters.unload(name)
+        self._free_unloaded()
+
+    def _free_unloaded(self) -> None:
+        """Frees the packed matrices of unloaded adapters that no sequence has any more."""
+        if self.adapters.unloaded:
+            used = {s.adapter for group in self._requests.values() for s in group}
+            for loaded in [each for each in self.adapters.unloaded if each not in used]:
+                self._weights.release_some(loaded.adapter.parameters())
+                self.runner.adapter_gone(loaded.adapter)
+                self.adapters.unloaded.remove(loaded)
+
+    def weights_changed(self, version: int | None = None, adapter: str = "") -> None:
         """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed.
 
-        version: the new `weights_version`; None: one more. Raises UserError if the dtype or the format of the cache has
-        changed.
+        version: the new `weights_version`; None: one more. adapter: only this adapter has changed, and only its keys
+        are dropped; `weights_version` remains. Raises UserError if the dtype or the format of the cache has changed,
+        and for an unknown adapter.
         """
+        if (loaded := self.adapters.named(adapter)) is not None:
+            return self._use_new_adapter(loaded)
         self._use_new_weights(version)
+
+    def _use_new_adapter(self, loaded: LoadedAdapter) -> None:
+        if self.adapters.changed(loaded):
+            self.runner.adapter_gone(loaded.adapter)
+        self._weights.forget_some(loaded.adapter.parameters())
+        self.scheduler.recompute(s for group in self._requests.values() for s in group if s.adapter is loaded)
 
     def _use_new_weights(self, version: int | None = None) -> None:
         dtype, form = self.model.dtype, self.model.config.precision.cache
@@ -330,6 +366,8 @@ class Engine:
             self._use_new_weights()
         if self._in_flight:
             self._start_over()
+        for loaded in written(s.adapter for group in self._requests.values() for s in group):
+            self._use_new_adapter(loaded)
         self._in_flight = True
         began = time.perf_counter()
         try:
@@ -341,6 +379,7 @@ class Engine:
                 self.statistics.preemptions = self.scheduler.preemptions
                 for event in self._append(chunks, draws):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
+                self._free_unloaded()
         except BaseException:
             # The pages of this step are already registered, but were not filled.
             self._start_over()
@@ -449,6 +488,7 @@ class Engine:
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
+        self.adapters.named(params.adapter)
         self.check_length(len(prompt), params.max_tokens)
         vocab = self.model.config.vocab_size
         if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):

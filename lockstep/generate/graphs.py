@@ -102,7 +102,7 @@ class GraphRunner(Runner):
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if all of its rows are sampled."""
         count = len(batch.tokens)
-        if not batch.decodes or count > self.sizes[-1]:
+        if not batch.decodes or batch.adapted or count > self.sizes[-1]:
             return None
         self._drop_if_moved()
         if self._hooked:

@@ -32,6 +32,10 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free) + len(self._evictable)
 
+    def new_root(self) -> int:
+        """A chain that no page precedes, other than ROOT: pages after it are found from it alone."""
+        return next(self._chains)
+
     def allocate(self) -> int:
         """An empty page with one reference. Raises IndexError if none is free: check `num_free` first."""
         if self._free:

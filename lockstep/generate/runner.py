@@ -13,6 +13,8 @@ from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
+from lockstep.model.adapted_rows import adapted
+from lockstep.model.adapters import Adapter
 from lockstep.ops.vocabulary import Whole
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
@@ -81,6 +83,9 @@ class Runner:
     def weights_changed(self) -> None:
         """The weights have new values, and may have new addresses."""
 
+    def adapter_gone(self, adapter: Adapter) -> None:
+        """Frees the recorded steps with rows of an adapter: it is unloaded, or its matrices have moved."""
+
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step including the draw, if it can be replayed; `batch` is on the CPU."""
         return None
@@ -88,4 +93,5 @@ class Runner:
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:
         """The hidden state of every row; `batch` is on the model's device."""
         attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
-        return self.model(batch.tokens, batch.positions, attention)
+        with adapted(batch.adapted):
+            return self.model(batch.tokens, batch.positions, attention)

@@ -63,6 +63,8 @@ class SamplingParams:
     grammar: str = ""
     """The sample must follow this grammar: what `generate.grammars` makes of a JSON schema, a regular expression or a
     Lark grammar. Needs a tokenizer and llguidance."""
+    adapter: str = ""
+    """The name of the engine's adapter to sample with; empty: none."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many of the likeliest tokens at every position."""
     prompt_logprobs: int | None = None
@@ -105,7 +107,8 @@ class SamplingParams:
         pairs = self.logit_bias
         if not isinstance(pairs, Collection) or not all(map(_is_bias, pairs)):
             _refuse(f"logit_bias is {pairs!r:.60}; it must be pairs of a token and a number from -100 to 100")
-        _refuse(type_problem("grammar", self.grammar, str))
+        for name in ("grammar", "adapter"):
+            _refuse(type_problem(name, getattr(self, name), str))
         if any(type_problem("", text, str) for text in self.stop):
             _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 

@@ -142,6 +142,16 @@ class Scheduler:
                 scores.clear()
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
+    def recompute(self, sequences: Iterable[Sequence]) -> None:
+        """Moves those of these sequences that run to the front of the waiting queue: their keys are invalid."""
+        invalid = {id(s) for s in sequences}
+        moved = [s for s in self.running if id(s) in invalid]
+        self.running = [s for s in self.running if id(s) not in invalid]
+        self.unregister_pages(moved)
+        for sequence in reversed(moved):
+            self._stop(sequence)
+            self.waiting.appendleft(sequence)
+
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
         """Allocates the pages of the next `count` tokens; False if the sequence itself was preempted or must wait."""
         if sequence.computed + count <= len(sequence.pages) * self.page_size:
@@ -184,7 +194,7 @@ class Scheduler:
 
     def _share_prefix(self, sequence: Sequence) -> None:
         """Shares registered pages that contain the sequence's first tokens; the last token is always computed."""
-        size = self.page_size
+        size, sequence.chain = self.page_size, sequence.root
         while self.config.prefix_cache and (sequence.registered_pages + 1) * size <= sequence.shareable:
             start = sequence.registered_pages * size
             shared = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
@@ -222,4 +232,4 @@ def _is_copy(sequence: Sequence, other: Sequence) -> bool:
     """Whether a step that computes all tokens of `other` leaves nothing to compute of `sequence`."""
     scores = sequence.prompt_scores
     scored = scores is None or scores.complete or scores is other.prompt_scores
-    return scored and sequence.tokens == other.tokens
+    return scored and sequence.tokens == other.tokens and sequence.adapter is other.adapter

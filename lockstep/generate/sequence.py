@@ -10,6 +10,7 @@ from lockstep.generate.sampling_params import Completion, FinishReason, PromptSc
 
 if TYPE_CHECKING:
     from lockstep.data import StreamDecoder
+    from lockstep.generate.adapters import LoadedAdapter
     from lockstep.generate.adjustments import Adjustment
 
 
@@ -31,6 +32,8 @@ class Sequence:
     """Only if `params.adjusts`."""
     prompt_scores: PromptScores | None = None
     """Only if `params` requests them; of all samples of the request."""
+    adapter: LoadedAdapter | None = None
+    """Only if `params.adapter` names one."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     truncated_logprobs: list[float] = field(default_factory=list)
@@ -56,6 +59,11 @@ class Sequence:
     """When this engine sampled its first token of the sequence; 0: not yet."""
     sampled_before: int = 0
     """Tokens that another engine had sampled before."""
+
+    @property
+    def root(self) -> int:
+        """The chain without a full page."""
+        return self.adapter.root if self.adapter else ROOT
 
     @property
     def sampled(self) -> int:

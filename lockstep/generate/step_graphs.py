@@ -17,12 +17,16 @@ from lockstep import ops
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
+from lockstep.model.adapted_rows import adapted
+from lockstep.model.adapters import Adapter
 from lockstep.model.decoder import Block
 from lockstep.model.layers import projections
 from lockstep.ops import native
 
 STEPS_BEFORE_RECORDING = 12
 """Steps with a number of rows before it is recorded: recording takes as long as a dozen replays save."""
+MOST_RECORDED = 256
+"""Recorded steps in memory: adapters of any of the rows make as many different ones as there are divisions of rows."""
 DRAFT_ROWS = 16
 """Steps with drafts have a power of two of rows up to this, or a multiple of it: other numbers seldom occur again."""
 SHARED_CONTEXT = 1024
@@ -31,7 +35,7 @@ context once for all rows of a sequence."""
 
 
 class StepGraphRunner(Runner):
-    """Replays decode steps whose number of rows has been recorded.
+    """Replays decode steps whose number of rows, and the adapter of each, have been recorded.
 
     `weights` are in use when a step runs. A step graph contains addresses and packed weights: all graphs are dropped
     when a weight has moved or cannot be packed into the same memory.
@@ -41,11 +45,11 @@ class StepGraphRunner(Runner):
         super().__init__(model, cache)
         self._weights = weights
         self.steps_before_recording = STEPS_BEFORE_RECORDING
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[Kind, _Step] = {}
         self._settings: list[Any] = []
         self._inspect()
         self._arena = ops.Arena()
-        self._times_seen: Counter[int] = Counter()
+        self._times_seen: Counter[Kind] = Counter()
         self._most_rows = ops.FEW_ROWS
 
     def _inspect(self) -> None:
@@ -73,10 +77,15 @@ class StepGraphRunner(Runner):
     @property
     def recorded(self) -> list[int]:
         """The numbers of rows whose steps are replayed."""
-        return list(self._steps)
+        return [rows for rows, _ in self._steps]
 
     def release(self) -> None:
         self._steps.clear()
+
+    def adapter_gone(self, adapter: Adapter) -> None:
+        for known in (self._steps, self._times_seen):
+            for kind in [kind for kind in known if any(adapter is each for each, _ in kind[1])]:
+                del known[kind]
 
     def fits(self, rows: int) -> bool:
         power = rows <= DRAFT_ROWS and rows & (rows - 1) == 0
@@ -96,21 +105,29 @@ class StepGraphRunner(Runner):
         current = [parameters[name] for parameters, name in self._names]
         places = [*map(id, current)], [*map(Tensor.data_ptr, current)]
         weights = places, [layer.adapted for layer in self._adapted], [*map(_version, current)]
-        if (step := self._steps.get(rows)) is not None:
+        kind = rows, tuple((each, None if own is None else tuple(own.tolist())) for each, own in batch.adapted)
+        if (step := self._steps.get(kind)) is not None:
             if step.is_valid(batch, self._weights, weights):
                 return step.replay(batch)
-            self.release()
+            if kind[1]:
+                del self._steps[kind]  # perhaps only its adapters' panels have moved
+            else:
+                self.release()
         if drafts and not self.fits(rows):
             return None
-        self._times_seen[rows] += 1
-        if self._times_seen[rows] < self.steps_before_recording:
+        if len(self._times_seen) > 4 * MOST_RECORDED:
+            self._times_seen.clear()
+        self._times_seen[kind] += 1
+        if self._times_seen[kind] < self.steps_before_recording:
             return None
+        if len(self._steps) >= MOST_RECORDED:
+            del self._steps[next(iter(self._steps))]
         try:
             step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
         except ops.Unrecordable:
             self._most_rows = 0
             return None
-        self._steps[rows] = step
+        self._steps[kind] = step
         return step.decoded
 
 
@@ -123,6 +140,8 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     }
 
 
+Kind = tuple[int, tuple[tuple[Adapter, tuple[int, ...] | None], ...]]
+"""The number of a step's rows, and the rows of each adapter; None: all."""
 Weights = tuple[tuple[list[int], list[int]], list[bool], list[int]]
 """Each weight's identity and address; whether each adapter is on; each weight's version counter."""
 _version = operator.attrgetter("_version")
@@ -154,7 +173,7 @@ class _Step:
         self._fill(batch)
 
         def step() -> tuple[Tensor, ...]:
-            with ops.recorded_routes() as routes:
+            with ops.recorded_routes() as routes, adapted(batch.adapted):
                 logits = model.logits(model(tokens, positions, attention))
             return (logits, *ops.draw_scaled(logits, *drawing), *routes)
 

@@ -104,9 +104,12 @@ def _named_base(folder: Path) -> str:
     return f"{base}@{revision}" if isinstance(revision, str) and revision and not is_local(base) else base
 
 
-def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
-    """The base's shape with the folder's adapter. Raises UserError for an unsupported adapter or one for another
-    base."""
+def with_adapter(folder: Path, base: ModelConfig, home: Path | None = None) -> ModelConfig:
+    """The base's shape with the folder's adapter. home: the base's folder; None: where the adapter says it is.
+
+    Raises UserError for an unsupported adapter or one for another base.
+    """
+    home = base_folder(folder) if home is None else home
     settings = _settings(folder)
     shapes = _shapes(folder)
     scores = SCORE_TENSOR in shapes
@@ -120,7 +123,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     lora = Lora(rank, float(alpha), modules)
     head: dict[str, Any] = {"score_head": True, "tie_embeddings": False} if scores else {}
     config = _with_lockstep_settings(folder, dataclasses.replace(base, lora=lora, **head))
-    _refuse_other_shapes(folder, config, shapes)
+    _refuse_other_shapes(folder, config, shapes, home)
     # peft's own names, which may be those in a model with a vision tower.
     stored = (name.removeprefix(PEFT_ROOT) for name in _stored_shapes(folder) if name != SCORE_TENSOR)
     layers = dict.fromkeys(name.partition(".lora_")[0] for name in stored)
@@ -165,7 +168,7 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
 _ENDINGS = (".lora_A.weight", ".lora_B.weight")
 
 
-def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
+def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]], home: Path) -> None:
     """Raises UserError naming the first tensor that does not fit the base, before anything is built from the folder."""
     assert config.lora is not None
     base = Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")
@@ -175,11 +178,11 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
         if module not in layers and re.sub(r"(?<=\.experts)\.[0-9]+", "", module) in others:
             kinds = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise UserError(f"{folder}: adapts {module}, but only {kinds} can have an adapter here; {MERGE}")
-        if module not in layers and is_wrapper(config_values(base_folder(folder))[0]):
+        if module not in layers and is_wrapper(config_values(home)[0]):
             raise UserError(f"{folder}: adapts {module}, but only the language model can have an adapter here; {MERGE}")
         if module not in layers:
             raise UserError(
-                f"{folder}: is an adapter for another base: it adapts {module}, which {base_folder(folder)} does not "
+                f"{folder}: is an adapter for another base: it adapts {module}, which {home} does not "
                 "have; give its own base with --base DIR"
             )
         outputs, inputs = layers[module].weight.shape
@@ -188,7 +191,7 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             if shape != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {shape}, but rank {rank} "
-                    f"with the {outputs} x {inputs} matrix of {base_folder(folder)} requires {wanted}; give its own "
+                    f"with the {outputs} x {inputs} matrix of {home} requires {wanted}; give its own "
                     "base with --base DIR"
                 )
 

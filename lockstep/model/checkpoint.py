@@ -225,14 +225,14 @@ def check_tensors(
     nowhere = [p for name, p in parameters if not stored_as(name, p.shape, model.config)]
     sources = [Source(*local_part(parameter), Ones(parameter.shape)) for parameter in nowhere]
     for part, parameter in sorted(wanted, key=lambda item: stored[item[0].name].file):
-        tensor = _checked(part.name, stored[part.name], part.shape_for(parameter.shape), like)
+        tensor = checked_tensor(part.name, stored[part.name], part.shape_for(parameter.shape), like)
         local, place = local_part(parameter)
         values = part.of(local) if part.expert is None else local[part.expert - place[0].start]
         sources.append(Source(values, part.place(place), tensor))
     return sources
 
 
-def _checked(name: str, tensor: StoredTensor, shape: tuple[int, ...], like: int | None) -> StoredTensor:
+def checked_tensor(name: str, tensor: StoredTensor, shape: tuple[int, ...], like: int | None) -> StoredTensor:
     """The tensor, extended to more tokens `like` one of them. Raises UserError for another type or shape."""
     if tensor.get_dtype() not in FLOATS:
         raise UserError(f"{tensor.file}: tensor {name} is {tensor.get_dtype()}; only {', '.join(FLOATS)} are read")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.model import layers
+from lockstep.model.adapted_rows import AdaptedRows, adapted, adapted_rows, refuse_rows
 from lockstep.model.config import ModelConfig
 from lockstep.model.delta_net import DeltaNet
 from lockstep.model.formatted import FormattedWeight, formatted_weights
@@ -76,13 +77,14 @@ class Block(nn.Module):
         attend: Callable[..., Tensor],
         halves: Halves,
         row_counts: Tensor | None = None,
+        adapters: tuple[AdaptedRows, ...] = (),
     ) -> Tensor:
         """`attend` takes what the first half projects, but its gate, and the mixer's other parameters; `halves` calls
         the two methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
-        *read, gate = halves.before_attention(self, hidden, cos, sin)
-        attended = attend(*read, self.mixer.terms())
-        # Here instead of around all layers: a checkpointed layer's backward calls this again.
-        with ops.counted_rows(row_counts):
+        # Here instead of around all layers: a checkpointed layer's backward calls this again, in any thread.
+        with adapted(adapters), ops.counted_rows(row_counts):
+            *read, gate = halves.before_attention(self, hidden, cos, sin)
+            attended = attend(*read, self.mixer.terms())
             return halves.after_attention(self, hidden, attended, gate)
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
@@ -133,6 +135,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryTables(config)
         if config.lora is not None:
             layers.add_adapter(self, config.lora, dtype, device)
+        for name, layer in layers.projections(self):
+            layer.name = name
         self.head_format = ops.NONE
         self.set_precision(config.precision)
         self.halves: Halves = Block
@@ -162,13 +166,19 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "tokens dim"]:
         """The residual stream after this module's blocks."""
         tables = self.rotary(positions)
-        counts = getattr(attention, "row_counts", None)
+        counts, adapters = getattr(attention, "row_counts", None), adapted_rows()
+        if adapters and self.halves is not Block:
+            raise UserError(
+                "adapters of some rows do not work with compiled layers, which cannot tell the rows apart; leave out "
+                "compile.backend"
+            )
+        refuse_rows(adapters, hidden.shape[0])
         places = [0, 0]  # among the layers of its kind: a cache has no room for the other's
         for block in cast(Iterable[Block], self.layers):
             cos, sin = tables[block.rope]
             attend = partial(attention.delta if block.is_delta else attention, places[block.is_delta])
             places[block.is_delta] += 1
-            hidden = block(hidden, cos, sin, attend, self.halves, counts)
+            hidden = block(hidden, cos, sin, attend, self.halves, counts, adapters)
         return hidden
 
     def formatted_weights(self) -> dict[str, FormattedWeight]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.errors import UserError
+from lockstep.model.adapted_rows import adapted_rows
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.stored import is_score_head
 
@@ -48,7 +49,7 @@ class Norm(Weight):
 
 
 class Projection(Weight):
-    """A linear layer with weight `[out, in]`, and its low-rank adapter, if any."""
+    """A linear layer with weight `[out, in]`, its low-rank adapter, if any, and those of the rows in a forward pass."""
 
     lora_A: Weight | None
     lora_B: Weight | None
@@ -67,24 +68,26 @@ class Projection(Weight):
         self.register_module("lora_A", None)
         self.register_module("lora_B", None)
         self.scaling, self.adapted = 0.0, False
+        self.name = ""
+        """In the whole model, such as `layers.0.mlp.up_proj`: adapters have their matrices by it."""
         self.precision = ops.NONE
         """What the product with the weight, but not an adapter's, computes in: a key of `ops.FORMATS`."""
 
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
-        """The product with the weight, plus the bias if there is one, and the adapter's update if it is on.
-
-        Both products of the adapter are rounded to the model's dtype, as are the scaled update and the sum: four
-        roundings, each in a separate operator, so that a row's bits are the same in any batch. A `B` of zeros adds
-        zeros: the values are those without an adapter.
-        """
+        """The product with the weight, plus the bias if there is one, the adapter's update if it is on, and the
+        updates of `adapted_rows`. A `B` of zeros adds zeros: the values are those without an adapter."""
         if self.parts:
             out = ops.fused_linear(x, self.weight, self.parts, self.precision)
         else:
             out = product(x, self.weight, self.precision, chunks)
         out = out if self.bias is None else ops.add_bias(out, self.bias)
-        if not self.adapted or self.lora_A is None or self.lora_B is None:
-            return out
-        return out + ops.linear(ops.linear(x, self.lora_A.weight), self.lora_B.weight) * self.scaling
+        if self.adapted and self.lora_A is not None and self.lora_B is not None:
+            out = ops.add_low_rank(out, x, self.lora_A.weight, self.lora_B.weight, self.scaling)
+        for adapter, rows in adapted_rows():
+            if (matrices := adapter.matrices.get(self.name)) is not None:
+                a, b = matrices
+                out = ops.add_low_rank(out, x, a.weight, b.weight, adapter.scaling, rows)
+        return out
 
 
 def product(x: Tensor, weight: Tensor, format: str, chunks: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     cannot be read, and for parts of a quantized weight that do not fit.
     """
     if is_adapter_folder(folder):
-        adapter = _in_files(adapter_files(folder))
+        adapter = adapter_tensors(folder)
         # Its head replaces the base's.
         base = stored_tensors(base_folder(folder)).items()
         return {name: tensor for name, tensor in base if f"{PEFT_ROOT}{name}" not in adapter} | adapter
@@ -33,6 +33,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         return gguf_tensors(file)
     wanted = is_of_language_model if is_wrapper(config_values(folder)[0]) else None
     return dequantized(folder, _in_files(tensor_files(folder), wanted))
+
+
+def adapter_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of an adapter's folder by its name, without those of its base. Raises UserError."""
+    return _in_files(adapter_files(folder))
 
 
 def dequantized(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -18,11 +18,13 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import digest
 from lockstep.model.layers import projections
+from lockstep.model.protocols import TrainableModel
 from lockstep.model.stored import adapter_name, is_saved_with_adapter, layer_in_file
 
 
-def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
-    """Writes the model's adapter to a folder that `peft` loads; `base` is the folder with its other weights.
+def save_adapter(model: TrainableModel, path: str | Path, base: str | Path) -> None:
+    """Writes a model's adapter, or an `Adapter`, to a folder that `peft` loads; `base` is the folder with the model's
+    other weights.
 
     Raises UserError for a model without an adapter.
     """

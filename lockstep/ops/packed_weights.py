@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import c_int64
@@ -129,6 +129,22 @@ class PackedWeights:
         for key in self._panels.keys() - self._current.keys():
             self._release(key)
         self._current.clear()
+
+    def forget_some(self, weights: Iterable[Tensor]) -> None:
+        """`forget` of these weights alone."""
+        self.generation += 1
+        for key in self._keys_of(weights):
+            self._current.pop(key, None)
+
+    def release_some(self, weights: Iterable[Tensor]) -> None:
+        """`release` of these weights alone."""
+        self.generation += 1
+        for key in self._keys_of(weights):
+            self._release(key)
+
+    def _keys_of(self, weights: Iterable[Tensor]) -> list[Key]:
+        addresses = {weight.data_ptr() for weight in weights}
+        return [key for key in self._panels if key[0] in addresses]
 
     def release(self) -> None:
         """`forget`, and frees the memory of all panels."""

@@ -13,6 +13,7 @@ from lockstep import build_model, load_model, save_model
 from lockstep.config import EngineConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
+from lockstep.generate.server.keys import ADMIN_ROUTES
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.model import load_weights, preset
 from tests.server.conftest import Running, running_server
@@ -33,6 +34,8 @@ BODIES = [
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/admin/weights", {"path": "/nowhere", "version": 3}),
+    ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
+    ("/v1/unload_lora_adapter", {"lora_name": "x"}),
     ("/health", {}),
     ("/metrics", {}),
     ("/v1/models/x", {}),
@@ -74,7 +77,7 @@ def request(seed: int) -> bytes:
     if draw.random() < 0.4:
         content = damaged(content, draw)
     method = "GET" if not body and draw.random() < 0.9 else "POST"
-    key = "Authorization: Bearer secret\r\n" if path.startswith("/admin") else ""
+    key = "Authorization: Bearer secret\r\n" if path.startswith("/admin") or path in ADMIN_ROUTES else ""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -110,7 +113,7 @@ def folder(tmp_path_factory, bpe_tokenizer):
 @pytest.mark.parametrize("count", REQUESTS)
 def test_no_request_breaks_the_server_or_holds_it_up(folder, count):
     engine = EngineConfig(max_tokens_per_step=256, max_sequences=32, cache_tokens=8192)
-    options = dict(engine=engine, admin_key="secret", client_seconds=0.5, max_prompt_tokens=40)
+    options = dict(engine=engine, admin_key="secret", lora_folder=str(folder), client_seconds=0.5, max_prompt_tokens=40)
     with running_server(folder, **options) as running:
         expected = running.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"]
         with ThreadPoolExecutor(16) as pool:

@@ -56,7 +56,9 @@ class ModelDraft(Draft):
         if copy is None:
             if not self._slots:
                 self._release([next(s for s in self._copies if s not in requested)])
-            copy = self._copies[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
+            copy = self._copies[sequence] = replace(
+                sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0, adapter=None
+            )
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.tokens, sequence.tokens)))
         copy.computed = min(copy.computed, same, len(sequence.tokens) - 1)
         copy.tokens = list(sequence.tokens)

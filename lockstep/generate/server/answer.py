@@ -78,14 +78,14 @@ async def answer(
     check_size(body, prompts, 1 if chat else body.n or 1)
     grammar = await grammar_for(service, plan, prompts[0])
     params = body.sampling_params(max_tokens, top_logprobs or 0, service.sampling_defaults)
-    params = replace(params, grammar=grammar)
+    params = replace(params, grammar=grammar, adapter=service.adapter_of(body.model))
     vocab = service.engine.model.config.vocab_size
     if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
         raise ApiError(400, f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}", "logit_bias")
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
-        model=service.model_name,
+        model=params.adapter or service.model_name,
         chat=chat,
         prompts=prompts,
         tokenizer=service.tokenizer,

@@ -12,11 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
+from lockstep.generate.server.adapters import load_adapter, unload_adapter
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import LARGE, Body, parse_body, read_body
 from lockstep.generate.server.chats import chat
@@ -24,7 +25,13 @@ from lockstep.generate.server.completions import complete
 from lockstep.generate.server.keys import RequireKeys
 from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
-from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
+from lockstep.generate.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    WeightsRequest,
+)
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.tokenize import (
     Detokenize,
@@ -124,17 +131,18 @@ async def page(request: Request) -> Response:
 
 @routes.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The one model that is served."""
+    """The model that is served, and its adapters."""
     service = _service(request)
-    return json_response({"object": "list", "data": [_model(service)]})
+    data = [_model(service, name) for name in (service.model_name, *service.adapters)]
+    return json_response({"object": "list", "data": data})
 
 
 @routes.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    """The served model, under its name."""
+    """The served model, or an adapter of it, under its name."""
     service = _service(request)
     _check_model(service, name)
-    return json_response(_model(service))
+    return json_response(_model(service, name))
 
 
 @routes.get("/health")  # separately for the schema, in which a route of two methods would be duplicated
@@ -162,6 +170,22 @@ async def weights(request: Request) -> Response:
     return json_response(await update_weights(service, parse_body(await _read(request), WeightsRequest)))
 
 
+@routes.post("/v1/load_lora_adapter", openapi_extra=_described(LoadAdapterRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    """Loads an adapter while requests are running."""
+    service = _service(request)
+    body = parse_body(await _read(request), LoadAdapterRequest)
+    return PlainTextResponse(await load_adapter(service, body))
+
+
+@routes.post("/v1/unload_lora_adapter", openapi_extra=_described(UnloadAdapterRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    """Unloads an adapter; running requests finish with it."""
+    service = _service(request)
+    body = parse_body(await _read(request), UnloadAdapterRequest)
+    return PlainTextResponse(await unload_adapter(service, body))
+
+
 @routes.get("/admin/model")
 async def description(request: Request) -> Response:
     """What determines the bits of a response, and the server's limits: for a training run that samples here."""
@@ -173,20 +197,24 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
-        "created": service.started,
+        "created": adapter.created if adapter else service.started,
         "owned_by": "lockstep",
+        "root": adapter.path if adapter else service.config.model,
+        "parent": service.model_name if adapter else None,
         "max_model_len": service.context,
         "sampling_defaults": service.sampling_defaults,
     }
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.model_name:
-        message = f"the model {name[:200]!r} does not exist; this server has {service.model_name!r}"
+    if name is not None and name != service.model_name and name not in service.adapters:
+        there = ", ".join(map(repr, (service.model_name, *service.adapters)))
+        message = f"the model {name[:200]!r} does not exist; this server has {there}"
         raise ApiError(404, message, "model", "model_not_found")
 
 

@@ -1,4 +1,5 @@
-"""Access: the API key for work and metrics, the admin key for /admin; without an API key, only from this machine."""
+"""Access: the API key for work and metrics, the admin key for /admin and the routes that load adapters; without an API
+key, only from this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.limits import WORK
+
+ADMIN_ROUTES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""Routes outside of /admin that need the admin key: the names are vLLM's."""
 
 
 class RequireKeys:
@@ -31,7 +35,7 @@ class RequireKeys:
         path = request.scope["path"]
         if not self._api_key and not _is_loopback(request.headers.get("host", "")):
             return _foreign_host()
-        if path.startswith("/admin/"):
+        if path.startswith("/admin/") or path in ADMIN_ROUTES:
             if not self._admin_key:
                 return ApiError(404, f"no route {path[:200]}", code="not_found")
             return _compare(request, self._admin_key, "admin key")

@@ -389,6 +389,23 @@ class WeightsRequest(BaseModel):
     version: int | None = Field(None, ge=0, lt=2**63)
 
 
+class LoadAdapterRequest(BaseModel):
+    """POST /v1/load_lora_adapter."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    lora_name: str = Field(min_length=1, max_length=256, description="a name of 1 to 256 characters")
+    lora_path: str = Field(min_length=1, max_length=4096, description="a path of 1 to 4096 characters")
+    base_model_name: str | None = None
+
+
+class UnloadAdapterRequest(BaseModel):
+    """POST /v1/unload_lora_adapter."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    lora_name: str = Field(min_length=1, max_length=256, description="a name of 1 to 256 characters")
+    lora_int_id: int | None = None
+
+
 def refuse_unknown_in(part: Any, where: str) -> None:
     """Raises ApiError for an unknown field of a part of the body, or of a part of that."""
     if isinstance(part, BaseModel):

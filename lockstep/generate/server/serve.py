@@ -22,6 +22,7 @@ from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.generate.driver import DriverEngine, follow
 from lockstep.generate.engine import Engine
+from lockstep.generate.server.adapters import load_first_adapters
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
@@ -57,7 +58,9 @@ def build_service(config: ServeConfig, folder: Path, engine: Engine | None = Non
     assert engine.tokenizer is not None
     engine.weights_changed(step_of(folder) or 0)
     name = config.model_name or named_path(config.model).resolve().name
-    return Service(config, folder, name, engine, engine.tokenizer, load_chat_template(folder))
+    service = Service(config, folder, name, engine, engine.tokenizer, load_chat_template(folder))
+    load_first_adapters(service)
+    return service
 
 
 def serve(config: ServeConfig, folder: Path, world: World) -> int:

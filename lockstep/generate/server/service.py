@@ -21,8 +21,24 @@ from lockstep.generate.server.engine_loop import EngineLoop
 from lockstep.generate.server.generation_config import sampling_defaults
 from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics
+from lockstep.model.adapters import Adapter
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class ServedAdapter:
+    """An adapter that requests can name."""
+
+    adapter: Adapter
+    path: str
+    """As it was given."""
+    created: int
+
+    @property
+    def rank(self) -> int:
+        assert self.adapter.config.lora is not None
+        return self.adapter.config.lora.rank
 
 
 @dataclass
@@ -36,8 +52,10 @@ class Service:
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    adapters: dict[str, ServedAdapter] = field(default_factory=dict)
+    """By name; changed in the event loop alone."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights are loaded: concurrent updates are applied in order."""
+    """Held while weights or adapters are loaded: concurrent updates are applied in order."""
     turns: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "large-requests"))
     """Works on large requests."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -54,6 +72,8 @@ class Service:
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
+        self.weights_folder = self.folder
+        """The folder of the weights in use."""
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
         self.between = between_parts(self.template) if self.template else ""
         self.call_layout = call_layout(self.template) if self.template else None
@@ -62,6 +82,10 @@ class Service:
         places = self.config.engine.max_sequences + self.config.max_waiting
         self.limits = Limits(self.config.max_requests, places, self.config.request_seconds)
         self.metrics = Metrics(self.engine)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The engine's name of the adapter that a request's `model` names; empty: none."""
+        return name if name in self.adapters else ""
 
     async def in_turn(self, work: Callable[[], Result]) -> Result:
         """Calls `work` for a large request in a thread, one call at a time: every thread that competes for the GIL or a

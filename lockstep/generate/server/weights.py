@@ -13,6 +13,7 @@ from lockstep.checkpoint import step_name, weights_folder
 from lockstep.checkpoint.manifest import MANIFEST, damage_of_model
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
+from lockstep.generate.server.adapters import describe_adapters
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
 from lockstep.hub import is_local
@@ -34,9 +35,15 @@ async def update_weights(service: Service, request: WeightsRequest) -> dict[str,
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 
     async with service.updating:
+        if service.adapters:
+            raise UserError(
+                f"adapters of the present weights are loaded ({', '.join(service.adapters)}); unload them first"
+            )
         # In another thread, since checksums read whole files: other requests continue.
         folder = await asyncio.to_thread(_folder, service, request)
-        return await service.engine_loop.between_steps(load)
+        loaded = await service.engine_loop.between_steps(load)
+        service.weights_folder = folder
+        return loaded
 
 
 def describe(service: Service) -> dict[str, Any]:
@@ -54,6 +61,7 @@ def describe(service: Service) -> dict[str, Any]:
         "max_requests": config.max_requests,
         "max_n": config.max_n,
         "max_prompt_tokens": config.max_prompt_tokens,
+        "adapters": describe_adapters(service),
     }
 
 

@@ -1,5 +1,6 @@
-// The exported products: of two matrices, and of groups of rows with a matrix per group.
+// The exported products: of two matrices, of groups of rows with a matrix per group, and of adapters.
 #include "grouped_product.h"
+#include "low_rank.h"
 #include "replay.h"
 #include "product.h"
 
@@ -30,6 +31,8 @@ EXPORT_PACK(pack_f32, float)
 EXPORT_PACK(pack_bf16, bf16)
 EXPORT_GROUPED(float, _f32)
 EXPORT_GROUPED(bf16, _bf16)
+EXPORT_LOW_RANK(float, _f32)
+EXPORT_LOW_RANK(bf16, _bf16)
 
 extern "C" int64_t panel_columns() { return COLUMNS; }
 
