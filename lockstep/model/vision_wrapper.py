@@ -53,8 +53,8 @@ def text_settings(values: dict[str, Any], where: str) -> tuple[dict[str, Any], s
     """The settings of the language model, and their place for errors; of any other `config.json`, all of it.
 
     As in transformers: tokens in the outer settings take precedence, the outer `tie_word_embeddings` decides and has
-    the class's default if it is missing, and the outer `quantization_config` is for all weights. Raises UserError without settings of
-    a language model, and for one of an unknown kind in an unknown wrapper.
+    the class's default if it is missing, and the outer `quantization_config` is for all weights. Raises UserError
+    without settings of a language model, and for one of an unknown kind in an unknown wrapper.
     """
     if not is_wrapper(values):
         return values, where

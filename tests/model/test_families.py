@@ -27,10 +27,9 @@ LLAMA3 = ROPE | dict(
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT_YARN = YARN | dict(factor=8.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=32, beta_slow=1)
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
-QUARTER = ROPE | {"partial_rotary_factor": 0.25}
 DELTA = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
-    linear_conv_kernel_dim=4,
+    num_hidden_layers=2, layer_types=[RECURRENT, FULL], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=24, rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
 )  # fmt: skip
 SHARED = dict(
     moe_intermediate_size=48, shared_expert_intermediate_size=40, num_experts=6, num_experts_per_tok=2
@@ -74,9 +73,9 @@ OF_FAMILY = {
         moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
         rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
     ),
-    "qwen3_5_text": dict(num_hidden_layers=4, rope_parameters=QUARTER, **DELTA),
-    "qwen3_5_moe_text": dict(num_hidden_layers=2, layer_types=[RECURRENT, FULL], rope_parameters=QUARTER, **DELTA, **SHARED),
-    "qwen3_next": dict(num_hidden_layers=2, layer_types=[RECURRENT, FULL], rope_parameters=QUARTER, **DELTA, **SHARED),
+    "qwen3_5_text": DELTA | dict(num_hidden_layers=4, layer_types=None),
+    "qwen3_5_moe_text": DELTA | SHARED,
+    "qwen3_next": DELTA | SHARED,
     "gemma3_text": dict(
         num_hidden_layers=4, sliding_window=20, query_pre_attn_scalar=48, pad_token_id=0, rope_parameters=None,
         layer_types=[SLIDING, FULL, FULL, SLIDING],
