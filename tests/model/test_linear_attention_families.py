@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep import build_model, load_model, ops, save_model, score
 from lockstep.checkpoint.convert import convert
-from lockstep.config import LoraConfig
+from lockstep.config import LoraConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder, begin_adapter, lora_of, preset, read_config, save_adapter
 from lockstep.model.families import PRESETS, from_hugging_face, to_hugging_face
+from lockstep.train.optimizer import settings_of
 from tests.model.test_families import HYBRID, TOLERANCE, change, linked, theirs
 
 TOKENS = torch.randint(101, (150,), generator=torch.Generator().manual_seed(1))
@@ -204,6 +205,17 @@ def test_a_folder_in_fp8_whose_narrow_layers_are_not_is_read(tmp_path, folders):
     found = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert "in_proj_qkvz.weight_scale_inv" in "".join(stored)
+
+
+def test_filters_of_the_convolution_are_vectors_to_optimizers():
+    model = Decoder(preset("qwen3_5:micro"), torch.float32, "meta")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if "layers.0." in name}
+    settings = settings_of(shapes, TrainConfig(optimizer="muon", weight_decay=0.1))
+    muon = {name.removeprefix("layers.0.") for name, each in settings.items() if each.optimizer == "muon"}
+    layers = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    projections = {f"linear_attn.{name}.weight" for name in layers}
+    assert muon == projections | {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert settings["layers.0.linear_attn.conv1d.weight"].weight_decay == 0
 
 
 def test_narrow_layers_stay_in_the_models_dtype():
