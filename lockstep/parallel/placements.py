@@ -65,6 +65,10 @@ WEIGHTS_ON_TENSOR: dict[str, Placement] = {
     "mlp.shared_experts.gate_proj.weight": ROWS,
     "mlp.shared_experts.up_proj.weight": ROWS,
     "mlp.shared_experts.down_proj.weight": COLUMNS,
+    "mlp.shared_expert.gate_proj.weight": ROWS,
+    "mlp.shared_expert.up_proj.weight": ROWS,
+    "mlp.shared_expert.down_proj.weight": COLUMNS,
+    "mlp.shared_expert_gate.weight": COPY,
     # gpt-oss's.
     "mlp.router.weight": COPY,
     "mlp.router.bias": COPY,
