@@ -275,6 +275,7 @@ class ModelConfig:
         chunks = self.reduction_chunks
         # In bfloat16, products read two features at a time.
         cut = {"features of the heads": self.attended_features, **self.dense_sizes}
+        cut |= {"values of linear attention": self.delta.values} if self.delta else {}
         wrong = [f"{name} ({size})" for name, size in cut.items() if chunks > 1 and size % (2 * chunks)]
         if chunks < 1 or chunks & (chunks - 1) or wrong:
             raise UserError(

@@ -64,7 +64,8 @@ def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
     if is_float32(name):
         return Settings(frozen=True)  # changed by the load, not by a gradient
     bias = name.endswith("bias")  # experts have a row each
-    muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
+    matrix = len(shape) in MATRICES and not bias and not name.endswith(".conv1d.weight")
+    muon = config.optimizer == "muon" and matrix and name.startswith("layers.")
     decayed = len(shape) > 1 and not bias
     return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 

@@ -100,7 +100,7 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(trains,
     exact = CompiledHalves.after_attention
     # No compiler at hand is this bad, so one is made: it adds what depends on the number of rows.
     monkeypatch.setattr(
-        CompiledHalves, "after_attention", lambda self, b, h, a: exact(self, b, h, a) + h.shape[0] * 1e-2
+        CompiledHalves, "after_attention", lambda self, b, h, a, g: exact(self, b, h, a, g) + h.shape[0] * 1e-2
     )
     said = f"the block's output of .* rows without a gradient differ from those of 96 rows {with_one};"
     with pytest.raises(UserError, match=said):
