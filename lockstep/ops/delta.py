@@ -7,6 +7,7 @@ as in attention: a decode step (`delta_cache`) computes the chunk's next row.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,18 +70,22 @@ def _forward(mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, starts: Ten
 def _gradients(
     grad_out: Tensor, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, starts: Tensor, states: Tensor
 ) -> DeltaGradients:
-    """All gradients, in their tensors' dtypes."""
-    sizes = terms.key_heads, terms.key_dim
+    """All gradients, in their tensors' dtypes. Those of a key head and its value heads do not depend on other heads,
+    which may be on other ranks."""
+    sizes, per_key = (terms.key_heads, terms.key_dim), terms.value_heads // terms.key_heads
     rows, weights = (mixed, b, a), (terms.conv, terms.log_rates, terms.step_bias)
     of_rows, of_weights = [torch.zeros_like(x) for x in rows], [torch.zeros_like(x).float() for x in weights]
-    for start, stop in _spans(starts):
+    for (start, stop), head in product(_spans(starts), range(terms.key_heads)):
+        heads, values = slice(head, head + 1), slice(head * per_key, (head + 1) * per_key)
         with torch.enable_grad():
             inputs = [x[start:stop].detach().requires_grad_() for x in rows]
             inputs += [x.detach().float().requires_grad_() for x in weights]
-            out = differentiable(*inputs[:3], DeltaTerms(*inputs[3:], *sizes))  # type: ignore[call-arg, arg-type]
-            grads = torch.autograd.grad(out, inputs, grad_out[start:stop])
+            whole = DeltaTerms(*inputs[3:], *sizes)  # type: ignore[call-arg, arg-type]
+            mixed, b, a = inputs[:3]
+            out = differentiable(*whole.rows_of_heads(mixed, b, a, heads), whole.of_heads(heads))
+            grads = torch.autograd.grad(out, inputs, grad_out[start:stop, values].contiguous())
         for total, grad in zip(of_rows, grads[:3]):
-            total[start:stop] = grad
+            total[start:stop] += grad
         for total, grad in zip(of_weights, grads[3:]):
             total += grad
     conv, rates, bias = (total.to(x.dtype) for total, x in zip(of_weights, weights))

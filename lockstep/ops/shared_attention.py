@@ -97,7 +97,7 @@ class SharedPrefixAttention:
         keys = self.rows_of_keys(in_triton(k, v))
         return k.index_select(0, keys), None if v is None else v.index_select(0, keys)
 
-    def rows_of_keys(self, on_device: bool) -> Int[Tensor, "keys"]:
+    def rows_of_keys(self, on_device: bool) -> Tensor:
         """For every key of every sequence, the row that computes it. on_device: without reading a value on the CPU."""
         return self._on_device.keys if on_device else self._on_host.keys
 

@@ -47,8 +47,7 @@ def delta_by_heads(
     heads = slice(min(rank * most, terms.key_heads), min((rank + 1) * most, terms.key_heads))
     per_key = terms.value_heads // terms.key_heads
     widths = terms.key_dim, terms.key_dim, per_key * terms.value_dim, per_key, per_key  # per key head
-    of_keys = terms.key_heads * terms.key_dim
-    parts = *mixed.split((of_keys, of_keys, mixed.shape[1] - 2 * of_keys), 1), b, a
+    parts = *mixed.split(terms.parts, 1), b, a
 
     def by_rank(part: Tensor, width: int) -> Tensor:
         return F.pad(part, (0, ranks * most * width - part.shape[1])).unflatten(1, (ranks, -1))
@@ -70,21 +69,8 @@ def _whole_sequences(
     count = heads.stop - heads.start
     received = rows.split([most * width for width in widths], 1)
     q, k, v, b, a = (part[:, : count * width] for part, width in zip(received, widths))
-    own = _terms_of(terms, heads)
+    own = terms.of_heads(heads)
     if not count:
         # Part of the graph, since other ranks' backward passes exchange with this one, and add its gradients.
         return q * sum(weight.sum() for weight in (own.conv, own.log_rates, own.step_bias)).to(q.dtype)
     return delta(torch.cat((q, k, v), 1), b.contiguous(), a.contiguous(), own, starts).flatten(1)
-
-
-def _terms_of(terms: ops.DeltaTerms, heads: slice) -> ops.DeltaTerms:
-    """The terms of some key heads."""
-    count, per_key = heads.stop - heads.start, terms.value_heads // terms.key_heads
-    of_keys, of_values = terms.key_heads * terms.key_dim, terms.value_heads * terms.value_dim
-    widths = terms.key_dim, terms.key_dim, per_key * terms.value_dim
-    parts = terms.conv.split((of_keys, of_keys, of_values))
-    conv = torch.cat([part[heads.start * width : heads.stop * width] for part, width in zip(parts, widths)])
-    values = slice(heads.start * per_key, heads.stop * per_key)
-    return terms._replace(
-        conv=conv, log_rates=terms.log_rates[values], step_bias=terms.step_bias[values], key_heads=count
-    )
