@@ -133,9 +133,9 @@ static inline void read_tile(const Reading& x, int64_t t, int64_t n, const Sink&
                 at_keys[r][v] = load(x.old + place) * x.from_start[t + r];
                 if (READS) at_queries[r][v] = load(x.reads + place) * x.from_start[t + r];
             }
-    const float *keys = x.at_keys + t * CHUNK, *queries = x.at_queries + t * CHUNK;
+    const float *keys = x.at_keys + t * CHUNK, *queries = READS ? x.at_queries + t * CHUNK : nullptr;
     const auto add = [&](int r, int64_t j, const f32x16(&update)[VECTORS], bool to_key, bool to_query) {
-        const f32x16 key = splat(keys[r * CHUNK + j]), query = splat(queries[r * CHUNK + j]);
+        const f32x16 key = splat(keys[r * CHUNK + j]), query = READS ? splat(queries[r * CHUNK + j]) : f32x16{};
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             if (to_key) at_keys[r][v] = multiply_add(key, update[v], at_keys[r][v]);
