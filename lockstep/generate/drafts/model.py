@@ -10,10 +10,10 @@ from itertools import takewhile
 from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.generate.batch import BatchArrays
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.pages import PageAllocator
 from lockstep.generate.runner import Runner, make_cache, sampler_of
-from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
 from lockstep.model import Decoder
 
