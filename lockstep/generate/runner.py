@@ -17,7 +17,6 @@ from lockstep.model import Decoder
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
 
-
 KEPT = 0.25
 """Memory of the states that the prefix cache keeps, as a fraction of that of keys and values."""
 

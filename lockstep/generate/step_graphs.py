@@ -141,9 +141,7 @@ _version = operator.attrgetter("_version")
 class _Step:
     """A recorded step, over static buffers."""
 
-    def __init__(
-        self, runner: Runner, batch: StepBatch, packed: ops.PackedWeights, weights: Weights, arena: ops.Arena
-    ):
+    def __init__(self, runner: Runner, batch: StepBatch, packed: ops.PackedWeights, weights: Weights, arena: ops.Arena):
         model, cache = runner.model, runner.cache
         rows, width = len(batch.tokens), min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         table = batch.block_table.new_zeros(rows, width)
