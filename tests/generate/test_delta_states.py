@@ -70,6 +70,20 @@ def _load(dtype, seed):
     return prompts, params, expected
 
 
+def _checked(engine):
+    """The engine, whose steps never write an entry that they read, or twice."""
+    prepare = engine._arrays.prepare
+
+    def checked(chunks):
+        batch = prepare(chunks)
+        _, read, written = ([entry for entry in column if entry != ops.NO_STATE] for column in batch.states.tolist())
+        assert len(set(written)) == len(written) and set(written).isdisjoint(read)
+        return batch
+
+    engine._arrays.prepare = checked
+    return engine
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=5, deadline=None)
 @given(
@@ -84,7 +98,7 @@ def test_load_changes_no_bit_and_loses_no_state(dtype, seed, budget, sequences, 
     prompts, params, expected = _load(dtype, seed)
     texts = [prompt + each.token_ids for prompt, group in zip(prompts, expected) for each in group]
     config = EngineConfig(budget, sequences, cache_tokens, prefix_cache, draft="none", draft_tokens=5)
-    engine = Engine(model_of(dtype), config, draft=None if right is None else Wrong(texts, right))
+    engine = _checked(Engine(model_of(dtype), config, draft=None if right is None else Wrong(texts, right)))
     for _ in range(1 + prefix_cache):
         assert engine.generate(prompts, params) == expected
         assert all_pages_are_free(engine)
@@ -233,7 +247,7 @@ def _interrupted(*_):
 )
 def test_no_state_is_lost_whatever_is_cancelled_when(seed, actions):
     draw, config = random.Random(seed), EngineConfig(max_tokens_per_step=90, max_sequences=4, cache_tokens=400)
-    engine = Engine(model_of("float32"), config, draft=Wrong())
+    engine = _checked(Engine(model_of("float32"), config, draft=Wrong()))
     allocator, ids = engine.scheduler.states.allocator, []
     for action in actions:
         if action == "add":
