@@ -37,6 +37,11 @@ class DeltaSizes(NamedTuple):
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def entry_nbytes(self, dtype: torch.dtype) -> int:
+        """Of one state with its inputs, which have this dtype, in all layers."""
+        state = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return self.layers * (state + (self.width - 1) * self.channels * dtype.itemsize)
+
 
 class DeltaCache:
     """All layers' states and open chunks.
@@ -76,8 +81,11 @@ class DeltaCache:
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """One layer's states, their inputs, and the slots' keys, updates, decays and inputs."""
-        tensors = (self.states, self.state_inputs, self.keys, self.updates, self.decays, self.inputs)
-        return tuple(each[index] for each in tensors)
+        return tuple(each[index] for each in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All layers' states, their inputs, and the slots' keys, updates, decays and inputs."""
+        return [self.states, self.state_inputs, self.keys, self.updates, self.decays, self.inputs]
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the open chunks of slots in all layers. copies: (source, target)."""
@@ -86,9 +94,8 @@ class DeltaCache:
             rows.index_copy_(1, targets, rows.index_select(1, sources))
 
     @property
-    def entry_nbytes(self) -> int:
-        """Of one state with its inputs, in all layers."""
-        return (self.states.nbytes + self.state_inputs.nbytes) // max(1, self.entries)
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors())
 
 
 class DeltaStep(NamedTuple):
