@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops import cuda
 from lockstep.ops.delta_reference import DeltaTerms, differentiable, sequence_reference
 from lockstep.ops.saved_outputs import saved_output
 
@@ -60,6 +61,10 @@ class _Delta(torch.autograd.Function):
 
 def _forward(mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, starts: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs, and the states that the backward pass reads."""
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta as kernels
+
+        return kernels.packed(mixed, b, a, terms, starts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     for start, stop in _spans(starts):
         out[start:stop] = sequence_reference(mixed[start:stop], b[start:stop], a[start:stop], terms)
@@ -70,6 +75,10 @@ def _gradients(
     grad_out: Tensor, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, starts: Tensor, states: Tensor
 ) -> DeltaGradients:
     """All gradients, in their tensors' dtypes."""
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta_backward as kernels
+
+        return kernels.packed_backward(grad_out, mixed, b, a, terms, starts, states)
     sizes = terms.key_heads, terms.key_dim
     rows, weights = (mixed, b, a), (terms.conv, terms.log_rates, terms.step_bias)
     of_rows, of_weights = [torch.zeros_like(x) for x in rows], [torch.zeros_like(x).float() for x in weights]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops import cuda
 from lockstep.ops.delta_reference import CHUNK, DeltaTerms, OpenChunk, Rows, empty_state, extend, next_state, rows_of
 from lockstep.ops.zeros_on_demand import zeros_on_demand
 
@@ -116,6 +117,11 @@ def paged_delta(
     starts: the first row of each sequence, int32, and the end of the last one's. contexts: tokens of each sequence
     after this step, int32. Rows after those of all sequences are padding.
     """
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta as kernels
+
+        places = kernels.Places(starts, contexts, step.slots, step.reads, step.writes)
+        return kernels.paged(mixed, b, a, terms, places, kernels.Kept(*step.cache.layer(layer)))
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     columns = (starts[:-1], starts[1:], contexts, step.slots, step.reads, step.writes)
     for start, stop, context, slot, read, write in zip(*(column.tolist() for column in columns)):
