@@ -165,11 +165,9 @@ def _rows_kernel(
 
 @kernel
 def _keys_at(
-    k, keys, begin, position, first, context, cell, key_head,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The keys at some positions of a chunk: this step's, or those that the slot's `cell` keeps."""
-    d = tl.arange(0, BLOCK_K)
+    k, keys, begin, position, d, first, context, cell, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr
+):
+    """Features `d` of the keys at some positions of a chunk: this step's, or those that the slot's `cell` keeps."""
     row = (begin + position - first).to(tl.int64)
     in_step = (position >= first) & (position < context)
     of_step = tl.load(
@@ -184,6 +182,17 @@ def _keys_at(
 
 
 @kernel
+def _queries_at(
+    q, begin, position, d, first, context, key_head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr
+):  # fmt: skip
+    row = (begin + position - first).to(tl.int64)
+    return tl.load(
+        q + (row * KEY_HEADS + key_head)[:, None] * KEY_DIM + d[None, :],
+        mask=((position >= first) & (position < context))[:, None] & (d < KEY_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+
+
+@kernel
 def _sums_at(sums, decays, begin, position, first, context, cell, head, VALUE_HEADS: tl.constexpr):
     row = (begin + position - first).to(tl.int64)
     in_step = (position >= first) & (position < context)
@@ -192,66 +201,116 @@ def _sums_at(sums, decays, begin, position, first, context, cell, head, VALUE_HE
     return tl.where(in_step, of_step, of_slot)
 
 
+@kernel
+def _read_state(
+    q, k, keys, state, is_read, begin, position, first, context, cell, key_head,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What a tile's keys and queries read in the state."""
+    old, result = tl.zeros((TILE, BLOCK_V), dtype=tl.float32), tl.zeros((TILE, BLOCK_V), dtype=tl.float32)
+    for start in range(0, KEY_DIM, STEP):
+        d = start + tl.arange(0, STEP)
+        part = tl.load(state + d[:, None] * VALUE_DIM, mask=(d < KEY_DIM)[:, None] & is_read, other=0.0)
+        key = _keys_at(k, keys, begin, position, d, first, context, cell, key_head, KEY_HEADS, KEY_DIM)
+        query = _queries_at(q, begin, position, d, first, context, key_head, KEY_HEADS, KEY_DIM)
+        old = tl.dot(key, part, old, input_precision="ieee")
+        result = tl.dot(query, part, result, input_precision="ieee")
+    return old, result
+
+
+@kernel
+def _read_keys(
+    q, k, keys, begin, position, other, first, context, cell, key_head,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The products of a tile's keys and queries with the keys of another tile of the chunk, or its own."""
+    at_keys, at_queries = tl.zeros((TILE, TILE), dtype=tl.float32), tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, KEY_DIM, STEP):
+        d = start + tl.arange(0, STEP)
+        key = _keys_at(k, keys, begin, position, d, first, context, cell, key_head, KEY_HEADS, KEY_DIM)
+        query = _queries_at(q, begin, position, d, first, context, key_head, KEY_HEADS, KEY_DIM)
+        turned = tl.trans(_keys_at(k, keys, begin, other, d, first, context, cell, key_head, KEY_HEADS, KEY_DIM))
+        at_keys = tl.dot(key, turned, at_keys, input_precision="ieee")
+        at_queries = tl.dot(query, turned, at_queries, input_precision="ieee")
+    return at_keys, at_queries
+
+
+@kernel
+def _next_state(
+    k, keys, sums, decays, written, state, target, is_read, in_block, last, begin, chunk, first, context, cell, head,
+    key_head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Writes the state after a whole chunk to `target`, which may be `state`."""
+    tile = tl.arange(0, TILE)
+    for start in range(0, KEY_DIM, STEP):
+        d = start + tl.arange(0, STEP)
+        part = tl.load(state + d[:, None] * VALUE_DIM, mask=(d < KEY_DIM)[:, None] & is_read, other=0.0) * tl.exp(last)
+        for earlier in range(chunk, chunk + CHUNK, TILE):
+            other = earlier + tile
+            key = _keys_at(k, keys, begin, other, d, first, context, cell, key_head, KEY_HEADS, KEY_DIM)
+            before = _sums_at(sums, decays, begin, other, first, context, cell, head, VALUE_HEADS)
+            update = tl.load(written + (other % CHUNK)[:, None] * VALUE_DIM, mask=in_block, other=0.0)
+            part = tl.dot(tl.trans(key * tl.exp(last - before)[:, None]), update, part, input_precision="ieee")
+        tl.store(target + d[:, None] * VALUE_DIM, part, mask=(d < KEY_DIM)[:, None] & in_block)
+
+
 @kernel(varying=("chunks", "every"))
 def _recurrence_kernel(
     q, k, v, strengths, sums, out, starts, contexts, slots, reads, writes, states, keys, updates, decays, chunks, every,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's rows of one head and block of values."""
+    """A sequence's rows of one head and block of values. The state stays in memory: a program has no registers for it."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     if begin == end:
         return
     context = tl.load(contexts + sequence)
     first = context - (end - begin)
-    slot, read = tl.load(slots + sequence).to(tl.int64), tl.load(reads + sequence).to(tl.int64)
+    slot, source = tl.load(slots + sequence).to(tl.int64), tl.load(reads + sequence).to(tl.int64)
     write, key_head = tl.load(writes + sequence).to(tl.int64), head // (VALUE_HEADS // KEY_HEADS)
-    tile, d, e = tl.arange(0, TILE), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_block, in_keys = (e < VALUE_DIM)[None, :], (d < KEY_DIM)[:, None]
-    place = states + (head * KEY_DIM + d[:, None]) * VALUE_DIM + e[None, :]
+    tile, e = tl.arange(0, TILE), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_block = (e < VALUE_DIM)[None, :]
+    of_head = states + head * KEY_DIM * VALUE_DIM + e[None, :]
     ENTRY: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    is_read = (e < tl.where(read < 0, 0, VALUE_DIM))[None, :]
-    state = tl.load(place + read * ENTRY, mask=in_keys & is_read, other=0.0)
     for start in range(first // TILE * TILE, context, TILE):
         position, chunk = start + tile, start // CHUNK * CHUNK
         cell = slot * chunks + start // CHUNK % chunks
         written = updates + (cell * VALUE_HEADS + head) * CHUNK * VALUE_DIM + e[None, :]
-        is_old, is_new = position < first, (position >= first) & (position < context)
-        row = (begin + position - first).to(tl.int64)
-        key = _keys_at(k, keys, begin, position, first, context, cell, key_head, KEY_HEADS, KEY_DIM, BLOCK_K)
-        query = tl.load(
-            q + (row * KEY_HEADS + key_head)[:, None] * KEY_DIM + d[None, :],
-            mask=is_new[:, None] & (d < KEY_DIM)[None, :], other=0.0,
-        )  # fmt: skip
+        is_read = (e < tl.where(source < 0, 0, VALUE_DIM))[None, :]
         total = _sums_at(sums, decays, begin, position, first, context, cell, head, VALUE_HEADS)
-        grown = tl.exp(total)[:, None]
-        old = tl.dot(key, state, input_precision="ieee") * grown
-        result = tl.dot(query, state, input_precision="ieee") * grown
+        old, result = _read_state(
+            q, k, keys, of_head + source * ENTRY, is_read, begin, position, first, context, cell, key_head,
+            KEY_HEADS, KEY_DIM, VALUE_DIM, TILE, STEP, BLOCK_V,
+        )  # fmt: skip
+        old, result = old * tl.exp(total)[:, None], result * tl.exp(total)[:, None]
         for earlier in range(chunk, start, TILE):
             other = earlier + tile
-            turned = tl.trans(
-                _keys_at(k, keys, begin, other, first, context, cell, key_head, KEY_HEADS, KEY_DIM, BLOCK_K)
+            at_keys, at_queries = _read_keys(
+                q, k, keys, begin, position, other, first, context, cell, key_head, KEY_HEADS, KEY_DIM, TILE, STEP
             )
             before = _sums_at(sums, decays, begin, other, first, context, cell, head, VALUE_HEADS)
             decay = tl.exp(total[:, None] - before[None, :])
             update = tl.load(written + (other % CHUNK)[:, None] * VALUE_DIM, mask=in_block, other=0.0)
-            at_keys = tl.dot(key, turned, input_precision="ieee") * decay
-            old = tl.dot(at_keys, update, old, input_precision="ieee")
-            at_queries = tl.dot(query, turned, input_precision="ieee") * decay
-            result = tl.dot(at_queries, update, result, input_precision="ieee")
+            old = tl.dot(at_keys * decay, update, old, input_precision="ieee")
+            result = tl.dot(at_queries * decay, update, result, input_precision="ieee")
+        at_keys, at_queries = _read_keys(
+            q, k, keys, begin, position, position, first, context, cell, key_head, KEY_HEADS, KEY_DIM, TILE, STEP
+        )
         decay = tl.exp(tl.where(tile[None, :] > tile[:, None], 0.0, total[:, None] - total[None, :]))
-        at_keys = tl.dot(key, tl.trans(key), input_precision="ieee") * decay
-        at_queries = tl.dot(query, tl.trans(key), input_precision="ieee") * decay
-        line = row * VALUE_HEADS + head
+        at_keys, at_queries = at_keys * decay, at_queries * decay
+        is_old, is_new = (position < first)[:, None], (position >= first) & (position < context)
+        line = (begin + position - first).to(tl.int64) * VALUE_HEADS + head
         new_block = is_new[:, None] & in_block
         value = tl.load(v + line[:, None] * VALUE_DIM + e[None, :], mask=new_block, other=0.0)
         strength = tl.load(strengths + line, mask=is_new, other=0.0)[:, None]
         own = written + (position % CHUNK)[:, None] * VALUE_DIM
-        known = tl.load(own, mask=is_old[:, None] & in_block, other=0.0)
+        known = tl.load(own, mask=is_old & in_block, other=0.0)
         # A later row is selected away, not multiplied by zero: it may be NaN.
         for index in range(0, tl.minimum(TILE, context - start)):
-            update = tl.where(is_old[:, None], known, strength * (value - old))
+            update = tl.where(is_old, known, strength * (value - old))
             one = tl.sum(tl.where((tile == index)[:, None], update, 0.0), 0)[None, :]
             at_key = tl.sum(tl.where((tile == index)[None, :], at_keys, 0.0), 1)[:, None]
             at_query = tl.sum(tl.where((tile == index)[None, :], at_queries, 0.0), 1)[:, None]
@@ -259,24 +318,20 @@ def _recurrence_kernel(
             result = tl.where((tile >= index)[:, None], tl.fma(at_query, one, result), result)
         tl.store(out + line[:, None] * VALUE_DIM + e[None, :], result.to(out.dtype.element_ty), mask=new_block)
         tl.store(own, strength * (value - old), mask=new_block)
-        tl.debug_barrier()  # the updates are read by other threads
+        tl.debug_barrier()  # other threads read the updates
         boundary = start + TILE
         if (boundary == chunk + CHUNK) & (boundary <= context):
+            target = write + tl.where(every != 0, boundary // CHUNK, 0)
+            # Packed sequences need no state at their end, and have no entry for it.
+            in_target = (e < tl.where((every != 0) & (boundary == context), 0, VALUE_DIM))[None, :]
             last = tl.sum(tl.where(tile == TILE - 1, total, 0.0), 0)
-            state = state * tl.exp(last)
-            for earlier in range(chunk, boundary, TILE):
-                other = earlier + tile
-                key = _keys_at(k, keys, begin, other, first, context, cell, key_head, KEY_HEADS, KEY_DIM, BLOCK_K)
-                before = _sums_at(sums, decays, begin, other, first, context, cell, head, VALUE_HEADS)
-                update = tl.load(written + (other % CHUNK)[:, None] * VALUE_DIM, mask=in_block, other=0.0)
-                weighted = tl.trans(key * tl.exp(last - before)[:, None])
-                state = tl.dot(weighted, update, state, input_precision="ieee")
-            if every != 0:
-                if boundary < context:
-                    tl.store(place + (write + boundary // CHUNK) * ENTRY, state, mask=in_keys & in_block)
-            elif boundary == context // CHUNK * CHUNK:
-                tl.store(place + write * ENTRY, state, mask=in_keys & in_block)
-            tl.debug_barrier()  # the next chunk may have the same cells
+            _next_state(
+                k, keys, sums, decays, written, of_head + source * ENTRY, of_head + target * ENTRY, is_read, in_target,
+                last, begin, chunk, first, context, cell, head, key_head,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, STEP,
+            )  # fmt: skip
+            source = target
+            tl.debug_barrier()  # the next chunk reads the state, and may have the same cells
 
 
 @kernel(varying=("sequences", "kept", "chunks"))
@@ -317,10 +372,9 @@ def sizes_of(terms: DeltaTerms) -> dict[str, int]:
     return dict(zip(("KEY_HEADS", "VALUE_HEADS", "KEY_DIM", "VALUE_DIM"), (*heads, *dims)))
 
 
-def blocks_of(terms: DeltaTerms) -> tuple[int, int]:
-    """Key features, and value features of one program: 4096 elements of a state at most."""
-    block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (terms.key_dim, terms.value_dim))
-    return block_k, max(16, min(block_v, 64, 4096 // block_k))
+def block_of(dim: int) -> int:
+    """Features of keys in one step of a product, or of values in one program."""
+    return min(32, max(16, triton.next_power_of_2(dim)))
 
 
 def compute_rows(
@@ -345,11 +399,11 @@ def compute_rows(
 
 def recur(rows: Rows, terms: DeltaTerms, places: Places, kept: Kept, out: Tensor) -> None:
     """Writes outputs, updates and states."""
-    block_k, block_v = blocks_of(terms)
+    block_v = block_of(terms.value_dim)
     launch(
         _recurrence_kernel, (len(places.contexts), terms.value_heads, triton.cdiv(terms.value_dim, block_v)),
         *rows, out, *places[:5], kept.states, kept.keys, kept.updates, kept.decays, kept.keys.shape[1],
-        int(places.every), **sizes_of(terms), TILE=TILE, BLOCK_K=block_k, BLOCK_V=block_v,
+        int(places.every), **sizes_of(terms), TILE=TILE, STEP=block_of(terms.key_dim), BLOCK_V=block_v,
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
