@@ -70,6 +70,12 @@ def test_every_kernel_is_launched():
     assert {each.name for each in launches(torch.bfloat16, 90)} == kernels()
 
 
+def test_training_prefill_and_decode_launch_the_same_variants_of_the_delta_rule():
+    """One compiled recurrence, so that no form can round differently."""
+    found = [each for each in launches(torch.bfloat16, 90, ONE_SHAPE) if each.name.startswith("delta")]
+    assert len({each.name for each in found}) == len(found) == 7
+
+
 @pytest.mark.parametrize("capability", [90, pytest.param(86, marks=pytest.mark.slow)])
 def test_products_and_attention_of_a_small_model_build(capability):
     chosen = {}

@@ -6,8 +6,10 @@ have a program per chunk or tile of rows. Nothing is added atomically, so a grad
 
 With the names of `delta_reference.extend`, y_i = β_i du_i, D_ij = e^{G_i - G_j}, dS' the gradient of the next state:
 du_j = Σ_{i≥j} D_ij (q_i · k_j) do_i - Σ_{i>j} D_ij (k_i · k_j) y_i + e^{G_e - G_j} dS'ᵀ k_j,
-dS = e^{G_e} dS' + Σ_i e^{G_i} (q_i do_iᵀ - k_i y_iᵀ), and dk_i = F_i + H_i, where F_i is of what row i reads with its
-key, and H_i of what others read there: dG_i = q_i · dq_i + k_i · F_i - k_i · H_i, and G_e has e^{G_e} S + … of all S'.
+dS = e^{G_e} dS' + Σ_i e^{G_i} (q_i do_iᵀ - k_i y_iᵀ),
+dq_i = e^{G_i} S do_i + Σ_{j≤i} D_ij (do_i · u_j) k_j,
+dk_i = -e^{G_i} S y_i - Σ_{j<i} D_ij (y_i · u_j) k_j
+       + Σ_{j≥i} D_ji (do_j · u_i) q_j - Σ_{j>i} D_ji (y_j · u_i) k_j + e^{G_e - G_i} dS' u_i.
 """
 
 from __future__ import annotations
@@ -19,19 +21,10 @@ from torch import Tensor
 
 from lockstep.ops.cuda import delta
 from lockstep.ops.cuda.attention_backward import sequence_of_rows
+from lockstep.ops.cuda.delta_rows import CHUNK, Places, compute_rows, sizes_of
+from lockstep.ops.cuda.delta_rows_backward import features_of, input_gradients
 from lockstep.ops.cuda.kernel import kernel, launch
 from lockstep.ops.delta_reference import DeltaTerms
-
-CHUNK, EPS = delta.CHUNK, delta.EPS
-ROWS, CHANNELS = 64, 64
-"""The tile of the convolution's gradient."""
-
-
-@kernel
-def _part(x, line, inside, d, DIM: tl.constexpr):
-    """Features `d` of some lines."""
-    mask = inside[:, None] & (d < DIM)[None, :]
-    return tl.load(x + line[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @kernel
@@ -42,8 +35,11 @@ def _products(
     at_queries, at_keys = tl.zeros((TILE, TILE), dtype=tl.float32), tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, KEY_DIM, STEP):
         d = start + tl.arange(0, STEP)
-        key = _part(k, line, inside, d, KEY_DIM)
-        query, other_key = _part(q, other, other_inside, d, KEY_DIM), _part(k, other, other_inside, d, KEY_DIM)
+        key = features_of(k, line, inside, d, KEY_DIM)
+        query, other_key = (
+            features_of(q, other, other_inside, d, KEY_DIM),
+            features_of(k, other, other_inside, d, KEY_DIM),
+        )
         at_queries = tl.dot(key, tl.trans(query), at_queries, input_precision="ieee")
         at_keys = tl.dot(key, tl.trans(other_key), at_keys, input_precision="ieee")
     return at_queries, at_keys
@@ -78,7 +74,7 @@ def _updates_kernel(
             for at in range(0, KEY_DIM, STEP):
                 d = at + tl.arange(0, STEP)
                 part = tl.load(state + d[:, None] * VALUE_DIM, mask=(d < KEY_DIM)[:, None] & in_block, other=0.0)
-                key = _part(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
+                key = features_of(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
                 grad = tl.dot(key, part, grad, input_precision="ieee")
             grad = grad * tl.where(inside, tl.exp(last - total), 0.0)[:, None]
             for later in range(start + TILE, CHUNK, TILE):
@@ -92,7 +88,7 @@ def _updates_kernel(
                 both = inside[:, None] & other_inside[None, :]
                 decay = tl.where(both, tl.exp(other_total[None, :] - total[:, None]), 0.0)
                 grad = tl.dot(
-                    at_queries * decay, _part(grad_out, other_line, other_inside, e, VALUE_DIM), grad,
+                    at_queries * decay, features_of(grad_out, other_line, other_inside, e, VALUE_DIM), grad,
                     input_precision="ieee",
                 )  # fmt: skip
                 strength = tl.load(strengths + other_line, mask=other_inside, other=0.0)[:, None]
@@ -106,7 +102,7 @@ def _updates_kernel(
             seen = (tile[None, :] >= tile[:, None]) & inside[None, :]
             decay = tl.where(seen, tl.exp(tl.where(seen, total[None, :] - total[:, None], 0.0)), 0.0)
             grad = tl.dot(
-                at_queries * decay, _part(grad_out, line, inside, e, VALUE_DIM), grad, input_precision="ieee"
+                at_queries * decay, features_of(grad_out, line, inside, e, VALUE_DIM), grad, input_precision="ieee"
             )
             at_keys = at_keys * decay
             strength = tl.load(strengths + line, mask=inside, other=0.0)[:, None]
@@ -127,20 +123,20 @@ def _updates_kernel(
                     row = (top + start + tile).to(tl.int64)
                     inside, line = row < stop, row * VALUE_HEADS + head
                     grown = tl.exp(tl.load(sums + line, mask=inside, other=0.0))[:, None]
-                    query = _part(q, row * KEY_HEADS + key_head, inside, d, KEY_DIM) * grown
-                    key = _part(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM) * grown
+                    query = features_of(q, row * KEY_HEADS + key_head, inside, d, KEY_DIM) * grown
+                    key = features_of(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM) * grown
                     strength = tl.load(strengths + line, mask=inside, other=0.0)[:, None]
                     known = tl.load(
                         written + (start + tile)[:, None] * VALUE_DIM, mask=inside[:, None] & in_block, other=0.0
                     )
-                    grad = _part(grad_out, line, inside, e, VALUE_DIM)
+                    grad = features_of(grad_out, line, inside, e, VALUE_DIM)
                     part = tl.dot(tl.trans(query), grad, part, input_precision="ieee")
                     part = tl.dot(tl.trans(-key), strength * known, part, input_precision="ieee")
                 tl.store(former + d[:, None] * VALUE_DIM, part, mask=in_part)
             tl.debug_barrier()
 
 
-@kernel
+@kernel(varying=("rows",))
 def _chunks_kernel(
     q, k, strengths, sums, grad_out, starts, reads, states, grad_states, updates, grad_updates,
     grad_q, grad_k, grad_v, grad_b, grad_decays, rows,
@@ -156,12 +152,10 @@ def _chunks_kernel(
     row, key_head = (begin + place).to(tl.int64), head // (VALUE_HEADS // KEY_HEADS)
     inside, line = row < stop, row * VALUE_HEADS + head
     entry, read = chunk.to(tl.int64) * VALUE_HEADS + head, tl.load(reads + chunk).to(tl.int64)
-    query = _part(q, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
-    key = _part(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
-    total, strength = (
-        tl.load(sums + line, mask=inside, other=0.0),
-        tl.load(strengths + line, mask=inside, other=0.0)[:, None],
-    )
+    query = features_of(q, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
+    key = features_of(k, row * KEY_HEADS + key_head, inside, d, KEY_DIM)
+    total = tl.load(sums + line, mask=inside, other=0.0)
+    strength = tl.load(strengths + line, mask=inside, other=0.0)
     last = tl.load(sums + (stop - 1).to(tl.int64) * VALUE_HEADS + head)
     at_out, at_keys = tl.zeros((SIZE, SIZE), dtype=tl.float32), tl.zeros((SIZE, SIZE), dtype=tl.float32)
     of_query, reading = tl.zeros((SIZE, STEP), dtype=tl.float32), tl.zeros((SIZE, STEP), dtype=tl.float32)
@@ -169,13 +163,15 @@ def _chunks_kernel(
     of_strength, features = tl.zeros((SIZE,), dtype=tl.float32), tl.arange(0, BLOCK_V)
     for start in range(0, VALUE_DIM, BLOCK_V):
         e = start + features
-        grad = _part(grad_out, line, inside, e, VALUE_DIM)
-        update = _part(updates, entry * CHUNK + place, inside, e, VALUE_DIM)
-        of_update = _part(grad_updates, entry * CHUNK + place, inside, e, VALUE_DIM)
-        value = strength * of_update
+        grad = features_of(grad_out, line, inside, e, VALUE_DIM)
+        update = features_of(updates, entry * CHUNK + place, inside, e, VALUE_DIM)
+        of_update = features_of(grad_updates, entry * CHUNK + place, inside, e, VALUE_DIM)
+        value = strength[:, None] * of_update
         state_line = head * KEY_DIM + d
-        state = _part(states, read * (VALUE_HEADS * KEY_DIM) + state_line, d < tl.where(read < 0, 0, KEY_DIM), e, VALUE_DIM)
-        after = _part(grad_states, entry * KEY_DIM + d, d < KEY_DIM, e, VALUE_DIM)
+        state = features_of(
+            states, read * (VALUE_HEADS * KEY_DIM) + state_line, d < tl.where(read < 0, 0, KEY_DIM), e, VALUE_DIM
+        )
+        after = features_of(grad_states, entry * KEY_DIM + d, d < KEY_DIM, e, VALUE_DIM)
         of_state += tl.sum(state * after, 1)
         at_out = tl.dot(grad, tl.trans(update), at_out, input_precision="ieee")
         at_keys = tl.dot(value, tl.trans(update), at_keys, input_precision="ieee")
@@ -188,100 +184,29 @@ def _chunks_kernel(
             tl.store(grad_v + line[:, None] * VALUE_DIM + e[None, :], value, mask=mask)
     if block == 0:
         # dβ_i is du_i · u_i / β_i, and the sigmoid's derivative β_i (1 - β_i).
-        tl.store(grad_b + line, of_strength * (1.0 - tl.load(strengths + line, mask=inside, other=0.0)), mask=inside)
+        tl.store(grad_b + line, of_strength * (1.0 - strength), mask=inside)
     grown = tl.exp(total)[:, None]
     of_query, reading = of_query * grown, reading * -grown
     written = written * tl.where(inside, tl.exp(last - total), 0.0)[:, None]
-    of_next = tl.sum(tl.sum(key * written, 1), 0) + tl.exp(last) * tl.sum(of_state, 0)
     seen = (place[None, :] <= place[:, None]) & inside[:, None]
     decay = tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
-    at_out = at_out * decay
-    at_keys = tl.where(place[None, :] < place[:, None], -at_keys * decay, 0.0)
+    before = place[None, :] < place[:, None]
+    at_out, at_keys = at_out * decay, tl.where(before, -at_keys * decay, 0.0)
+    # The decay of row n is in what rows from n on read of rows before it, and of the state; and in what is left of the
+    # rows before it and of the state at the chunk's end.
+    pairs = at_out * tl.dot(query, tl.trans(key), input_precision="ieee")
+    pairs += at_keys * tl.dot(key, tl.trans(key), input_precision="ieee")
+    of_decay = tl.sum(tl.where(before, tl.cumsum(pairs, 0, reverse=True), 0.0), 1)
+    of_decay += tl.cumsum(tl.sum(query * of_query + key * reading, 1), 0, reverse=True)
+    of_decay += tl.sum(tl.where(before, tl.sum(key * written, 1)[None, :], 0.0), 1) + tl.exp(last) * tl.sum(of_state, 0)
     of_query = tl.dot(at_out, key, of_query, input_precision="ieee")
     reading = tl.dot(at_keys, key, reading, input_precision="ieee")
     written = tl.dot(tl.trans(at_out), query, written, input_precision="ieee")
     written = tl.dot(tl.trans(at_keys), key, written, input_precision="ieee")
-    of_sum = tl.sum(query * of_query + key * (reading - written), 1)
-    of_sum += tl.where(row == stop - 1, of_next, 0.0)
-    of_decay = tl.sum(tl.where(place[:, None] >= place[None, :], of_sum[:, None], 0.0), 0)
     mask = inside[:, None] & (d < KEY_DIM)[None, :]
     tl.store(grad_q + line[:, None] * KEY_DIM + d[None, :], of_query, mask=mask)
     tl.store(grad_k + line[:, None] * KEY_DIM + d[None, :], reading + written, mask=mask)
     tl.store(grad_decays + block.to(tl.int64) * rows * VALUE_HEADS + line, of_decay, mask=inside)
-
-
-@kernel
-def _of_group(grad, row, inside, key_head, d, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """The sum of the gradients of a key head in its heads of values."""
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    total = _part(grad, row * VALUE_HEADS + key_head * GROUP, inside, d, DIM)
-    for index in range(1, GROUP):
-        total += _part(grad, row * VALUE_HEADS + key_head * GROUP + index, inside, d, DIM)
-    return total
-
-
-@kernel(varying=("rows", "sequences"))
-def _channels_kernel(
-    mixed, conv, grad_q, grad_k, grad_v, grad_channels, row_sequences, starts, rows, sequences,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the convolution's outputs, of one head's rows, float32; zero for padding rows."""
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    head, d = tl.program_id(1), tl.arange(0, BLOCK)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    sequence = tl.load(row_sequences + row, mask=row < rows, other=sequences)
-    inside = sequence < sequences
-    position = row - tl.load(starts + sequence, mask=inside, other=0)
-    is_value, value_head = head >= 2 * KEY_HEADS, tl.maximum(head - 2 * KEY_HEADS, 0)
-    channel = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM, head * KEY_DIM) + d
-    in_head = d < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    x = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        mask = (inside & (position >= back))[:, None] & in_head[None, :]
-        value = tl.load(mixed + (row - back)[:, None] * CHANNELS + channel[None, :], mask=mask, other=0.0)
-        weight = tl.load(conv + channel * WIDTH + tap, mask=in_head, other=0.0).to(tl.float32)
-        x = tl.fma(value.to(tl.float32), weight[None, :], x)
-    sigmoid = 1.0 / (1.0 + tl.exp(-x))
-    if is_value:
-        grad = _part(grad_v, row * VALUE_HEADS + value_head, inside, d, VALUE_DIM)
-    else:
-        if head < KEY_HEADS:
-            grad = _of_group(grad_q, row, inside, head, d, KEY_HEADS, VALUE_HEADS, KEY_DIM) * (KEY_DIM**-0.5)
-        else:
-            grad = _of_group(grad_k, row, inside, head % KEY_HEADS, d, KEY_HEADS, VALUE_HEADS, KEY_DIM)
-        scale = (1.0 / tl.sqrt(tl.sum(x * sigmoid * x * sigmoid, 1) + EPS))[:, None]
-        normed = x * sigmoid * scale
-        grad = (grad - normed * tl.sum(grad * normed, 1)[:, None]) * scale
-    grad = grad * sigmoid * (1.0 + x * (1.0 - sigmoid))
-    mask = (row < rows)[:, None] & in_head[None, :]
-    tl.store(grad_channels + row[:, None] * CHANNELS + channel[None, :], grad, mask=mask)
-
-
-@kernel(varying=("rows", "sequences"))
-def _conv_kernel(
-    mixed, conv, grad_channels, grad_mixed, grad_conv, row_sequences, starts, rows, sequences,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the rows, and of the weights this tile's share."""
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row, in_block = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), channel < CHANNELS
-    sequence = tl.load(row_sequences + row, mask=row < rows, other=sequences)
-    end = tl.load(starts + sequence + 1, mask=sequence < sequences, other=0)
-    place = row[:, None] * CHANNELS + channel[None, :]
-    value = tl.load(mixed + place, mask=(row < end)[:, None] & in_block[None, :], other=0.0).to(tl.float32)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for tap in tl.static_range(WIDTH):
-        ahead = WIDTH - 1 - tap
-        mask = (row + ahead < end)[:, None] & in_block[None, :]
-        grad = tl.load(grad_channels + place + ahead * CHANNELS, mask=mask, other=0.0)
-        weight = tl.load(conv + channel * WIDTH + tap, mask=in_block, other=0.0).to(tl.float32)
-        total = tl.fma(grad, weight[None, :], total)
-        part = (tl.program_id(0).to(tl.int64) * CHANNELS + channel) * WIDTH + tap
-        tl.store(grad_conv + part, tl.sum(grad * value, 0), mask=in_block)
-    mask = (row < rows)[:, None] & in_block[None, :]
-    tl.store(grad_mixed + place, total.to(grad_mixed.dtype.element_ty), mask=mask)
 
 
 def packed_backward(
@@ -293,7 +218,7 @@ def packed_backward(
         return tuple(torch.zeros_like(x) for x in (mixed, b, a, *terms[:3]))  # type: ignore[return-value]
     row_sequences = sequence_of_rows(starts, len(mixed))
     grad_q, grad_k, grad_v, grad_b, grad_decays = _of_rows(grad_out, mixed, b, a, terms, starts, row_sequences, states)
-    grad_mixed, grad_conv = _of_inputs(mixed, terms, starts, row_sequences, grad_q, grad_k, grad_v)
+    grad_mixed, grad_conv = input_gradients(mixed, terms, starts, row_sequences, grad_q, grad_k, grad_v)
     # g = -e^rates softplus(a + bias)
     step, rate = a.float() + terms.step_bias.float(), -terms.log_rates.float().exp()
     grad_step = grad_decays * rate * step.sigmoid()
@@ -307,11 +232,11 @@ def _of_rows(
     states: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of normed queries and keys for each head of values, of values, of b and of the log-decays, float32."""
-    sizes, count, chunks = delta.sizes_of(terms), len(mixed), len(states)
+    sizes, count, chunks = sizes_of(terms), len(mixed), len(states)
     whole = delta.whole_sequences(starts)
     pieces = _chunks_of(whole, chunks)
     kept = delta.without_cache(mixed, states, delta.new_updates(terms, chunks))
-    rows = delta.compute_rows(mixed, b, a, terms, row_sequences, whole, kept)
+    rows = compute_rows(mixed, b, a, terms, row_sequences, whole, kept)
     delta.recur(rows, terms, pieces, kept, torch.empty_like(grad_out))
     grad_states, grad_updates = torch.zeros_like(states), torch.empty_like(kept.updates)
     step, block_v = delta.block_of(terms.key_dim), delta.block_of(terms.value_dim)
@@ -333,7 +258,7 @@ def _of_rows(
     return grad_q, grad_k, grad_v, grad_b, grad_decays.sum(0)
 
 
-def _chunks_of(whole: delta.Places, count: int) -> delta.Places:
+def _chunks_of(whole: Places, count: int) -> Places:
     """The chunks of packed sequences as sequences, of which those after the last chunk are empty."""
     starts, first_chunks = whole.starts, whole.writes
     chunk = torch.arange(count, dtype=torch.int32, device=starts.device)
@@ -343,27 +268,4 @@ def _chunks_of(whole: delta.Places, count: int) -> delta.Places:
     first_rows = torch.minimum(starts[sequence] + index * CHUNK.value, starts[sequence + 1])
     rows = torch.cat((first_rows, starts[-1:]))
     reads = torch.where(index > 0, chunk, -1)
-    return delta.Places(rows, rows.diff(), chunk, reads, torch.zeros_like(chunk), every=True)
-
-
-def _of_inputs(
-    mixed: Tensor, terms: DeltaTerms, starts: Tensor, row_sequences: Tensor, *grads: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the mixed rows, and of the convolution's weights, float32."""
-    (count, channels), width, sequences = mixed.shape, terms.conv.shape[1], len(starts) - 1
-    conv, grad_channels = terms.conv.contiguous(), torch.empty_like(mixed, dtype=torch.float32)
-    block = triton.next_power_of_2(max(terms.key_dim, terms.value_dim))
-    height = max(1, delta.ELEMENTS // block)
-    launch(
-        _channels_kernel, (triton.cdiv(count, height), 2 * terms.key_heads + terms.value_heads),
-        mixed, conv, *grads, grad_channels, row_sequences, starts, count, sequences,
-        **delta.sizes_of(terms), WIDTH=width, ROWS=height, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    tiles, grad_mixed = triton.cdiv(count, ROWS), torch.empty_like(mixed)
-    shares = grad_channels.new_empty(tiles, channels, width)
-    launch(
-        _conv_kernel, (tiles, triton.cdiv(channels, CHANNELS)),
-        mixed, conv, grad_channels, grad_mixed, shares, row_sequences, starts, count, sequences,
-        CHANNELS=channels, WIDTH=width, ROWS=ROWS, BLOCK=CHANNELS, num_warps=4,
-    )  # fmt: skip
-    return grad_mixed, shares.sum(0)
+    return Places(rows, rows.diff(), chunk, reads, torch.zeros_like(chunk), every=True)
