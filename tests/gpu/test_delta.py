@@ -61,26 +61,24 @@ def test_training_prefill_in_pieces_and_decode_have_the_same_bits(sizes, rate, d
         cache = ops.DeltaCache(ops.DeltaSizes(1, *sizes, WIDTH), 8, 4, dtype, DEVICE, drafts=pieces[0] % 2)
         for kept in cache.layer(0):
             kept.fill_(torch.nan)  # what nobody wrote is never used
-        done, turn = [0] * len(lengths), 0
+        done, turn, entries = [0] * len(lengths), 0, [ops.NO_STATE] * len(lengths)
         while unfinished := [i for i, length in enumerate(lengths) if done[i] < length]:
             counts = [min(pieces[(turn + i) % len(pieces)], lengths[i] - done[i]) for i in unfinished]
             now = [done[i] + count for i, count in zip(unfinished, counts)]
-            columns = [counts, now, unfinished]
-            for tokens in ([done[i] for i in unfinished], now):
-                boundaries = [n // CHUNK for n in tokens]
-                columns.append([2 * i + n % 2 if n else ops.NO_STATE for i, n in zip(unfinished, boundaries)])
-            new, contexts, slots, reads, writes = (
-                torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns
+            reads = [entries[i] for i in unfinished]
+            writes = [2 * i + (entries[i] == 2 * i) for i in unfinished]  # of two entries, the one that is not read
+            new, contexts, *places = (
+                torch.tensor(column, dtype=torch.int32, device=DEVICE)
+                for column in (counts, now, unfinished, reads, writes)
             )
-            # A step over two boundaries must not write the entry that it reads.
-            writes = torch.where(writes == reads, (reads + 1) // 2 * 4 - 1 - reads, writes)
             rows = [first_rows[i] + done[i] + t for i, count in zip(unfinished, counts) for t in range(count)]
             starts = torch.cat((new.new_zeros(1), new.cumsum(0, dtype=torch.int32)))
             padded = (x[[*rows, 0, 0]] for x in inputs[:3])
-            out = paged_delta(*padded, terms, 0, ops.DeltaStep(cache, slots, reads, writes), starts, contexts)
+            out = paged_delta(*padded, terms, 0, ops.DeltaStep(cache, *places), starts, contexts)
             assert torch.equal(out[: len(rows)], whole[rows]), (pieces, done)
             assert not out[len(rows) :].any()
-            for i, end in zip(unfinished, now):
+            for i, end, write in zip(unfinished, now, writes):
+                entries[i] = write if end // CHUNK > done[i] // CHUNK else entries[i]
                 done[i] = end
             turn += 1
 

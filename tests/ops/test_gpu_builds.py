@@ -17,12 +17,12 @@ PRODUCTS = {
 SPILLS = {
     torch.bfloat16: {
         "attention.attend_kernel": 8192, "attention_backward.keys_kernel": 128,
-        "attention_backward.queries_kernel": 256, "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128,
+        "attention_backward.queries_kernel": 256, "delta_backward.chunks_kernel": 256, "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128,
         "rows.rms_norm_backward_kernel": 512,
     },
     torch.float32: {
         "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 256,
-        "attention_backward.queries_kernel": 1024, "experts.combine_backward_kernel": 64,
+        "attention_backward.queries_kernel": 1024, "delta_backward.chunks_kernel": 256, "experts.combine_backward_kernel": 64,
         "rows.rms_norm_backward_kernel": 2048,
     },
 }  # fmt: skip
