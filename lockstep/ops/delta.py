@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.delta_reference import CHUNK, DeltaTerms, differentiable, sequence_reference
 from lockstep.ops.saved_outputs import saved_output
 
@@ -64,6 +64,10 @@ def _forward(
     mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, starts: Tensor, for_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The outputs, and the states that the backward pass reads."""
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta as kernels
+
+        return kernels.packed(mixed, b, a, terms, starts)
     if has_kernels(mixed, b, a, terms):
         return _native_forward(mixed, b, a, terms, starts, for_gradient)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
@@ -77,6 +81,10 @@ def _gradients(
 ) -> DeltaGradients:
     """All gradients, in their tensors' dtypes. Those of a key head and its value heads do not depend on other heads,
     which may be on other ranks."""
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta_backward as kernels
+
+        return kernels.packed_backward(grad_out, mixed, b, a, terms, starts, states)
     if has_kernels(mixed, b, a, terms):
         return _native_gradients(grad_out, mixed, b, a, terms, starts, states)
     sizes, per_key = (terms.key_heads, terms.key_dim), terms.value_heads // terms.key_heads

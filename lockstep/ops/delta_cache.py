@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.delta import has_kernels, kernel_inputs, kernel_sizes
 from lockstep.ops.delta_reference import CHUNK, DeltaTerms, OpenChunk, Rows, empty_state, extend, next_state, rows_of
 from lockstep.ops.zeros_on_demand import zeros_on_demand
@@ -125,6 +125,11 @@ def paged_delta(
     starts: the first row of each sequence, int32, and the end of the last one's. contexts: tokens of each sequence
     after this step, int32. Rows after those of all sequences are padding.
     """
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta as kernels
+
+        places = kernels.Places(starts, contexts, step.slots, step.reads, step.writes)
+        return kernels.paged(mixed, b, a, terms, places, kernels.Kept(*step.cache.layer(layer)))
     if has_kernels(mixed, b, a, terms):
         return _native_paged(mixed, b, a, terms, layer, step, starts, contexts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
