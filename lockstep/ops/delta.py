@@ -96,8 +96,8 @@ def _gradients(
             inputs = [x[start:stop].detach().requires_grad_() for x in rows]
             inputs += [x.detach().float().requires_grad_() for x in weights]
             whole = DeltaTerms(*inputs[3:], *sizes)  # type: ignore[call-arg, arg-type]
-            mixed, b, a = inputs[:3]
-            out = differentiable(*whole.rows_of_heads(mixed, b, a, heads), whole.of_heads(heads))
+            own = whole.rows_of_heads(inputs[0], inputs[1], inputs[2], heads)
+            out = differentiable(*own, whole.of_heads(heads))
             grads = torch.autograd.grad(out, inputs, grad_out[start:stop, values].contiguous())
         for total, grad in zip(of_rows, grads[:3]):
             total[start:stop] += grad

@@ -67,8 +67,9 @@ class SharedPrefixAttention:
 
     def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> Tensor:
         """Computes shared rows again for each sequence that omits them, from the same inputs."""
-        rows, of_keys = len(mixed), [_RowsOfKeys.apply(x, self) for x in (mixed, b, a)]
-        out = delta(*of_keys, terms, self.pieces.whole.starts)
+        rows = len(mixed)
+        mixed, b, a = (_RowsOfKeys.apply(x, self) for x in (mixed, b, a))
+        out = delta(mixed, b, a, terms, self.pieces.whole.starts)
         if in_triton(out, out):
             plan = self._on_device
             return torch.where(plan.is_row[:, None, None], out.index_select(0, plan.packed), 0.0)
