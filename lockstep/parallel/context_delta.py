@@ -72,5 +72,5 @@ def _whole_sequences(
     own = terms.of_heads(heads)
     if not count:
         # Part of the graph, since other ranks' backward passes exchange with this one, and add its gradients.
-        return q * sum(weight.sum() for weight in (own.conv, own.log_rates, own.step_bias)).to(q.dtype)
+        return q * (own.conv.sum() + own.log_rates.sum() + own.step_bias.sum()).to(q.dtype)
     return delta(torch.cat((q, k, v), 1), b.contiguous(), a.contiguous(), own, starts).flatten(1)
