@@ -56,6 +56,18 @@ WEIGHTS_ON_TENSOR: dict[str, Placement] = {
     "self_attn.q_b_proj.weight": ROWS,
     "self_attn.kv_a_proj_with_mqa.weight": COPY,
     "self_attn.kv_b_proj.weight": ROWS,
+    # Linear attention: key heads are split, and with them their value heads. The convolution's channels are queries,
+    # keys and values, of each of which a rank has some.
+    "linear_attn.in_proj_qkv.weight": COPY,
+    "linear_attn.in_proj_z.weight": ROWS,
+    "linear_attn.in_proj_b.weight": ROWS,
+    "linear_attn.in_proj_a.weight": ROWS,
+    "linear_attn.in_proj_qkvz.weight": ROWS,
+    "linear_attn.in_proj_ba.weight": ROWS,
+    "linear_attn.conv1d.weight": COPY,
+    "linear_attn.A_log": ROWS,
+    "linear_attn.dt_bias": ROWS,
+    "linear_attn.out_proj.weight": COLUMNS,
     # A mixture's experts, [experts, out, in], are each on one rank.
     "mlp.gate.weight": COPY,
     "mlp.gate.e_score_correction_bias": COPY,
