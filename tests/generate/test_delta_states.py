@@ -178,7 +178,7 @@ def test_forks_share_a_state_and_copy_the_open_chunk():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_that_are_rejected_behind_a_boundary_leave_the_former_state(dtype):
     model, params = model_of(dtype), replace(ONE, max_tokens=16, temperature=0.0)
-    prompts = [_prompt((length, 1)) for length in (58, 121)]
+    prompts = [_prompt((length, 1)) for length in (58, 125)]
     expected = Engine(model, ROOMY).generate(prompts, params)
     texts = [prompt + group[0].token_ids for prompt, group in zip(prompts, expected)]
     accepted = []
@@ -212,6 +212,19 @@ def test_a_smaller_hybrid_model_drafts_and_forgets_what_was_wrong():
     small.load_state_dict(build_model(small.config, "float32", seed=3).state_dict())
     engine.weights_changed()
     assert engine.generate(prompts, params) == expected
+
+
+def test_a_draft_model_computes_the_last_token_before_a_boundary_again():
+    """As it has to when a step is interrupted: it has no state for that."""
+    model, prompt, config = model_of("float32"), _prompt((128, 1)), replace(ROOMY, draft_tokens=4)
+    engine = Engine(model, config, draft=ModelDraft(build_model(HYBRID, "float32", seed=2), config))
+    (sample,) = engine.samples(engine.add(prompt, replace(ONE, max_tokens=6)))
+    hook = model.register_forward_pre_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    hook.remove()
+    finish(engine)
+    assert sample.completion() == Engine(model, ROOMY).generate([prompt], replace(ONE, max_tokens=6))[0][0]
 
 
 def test_new_weights_in_the_middle_of_a_text_recompute_its_states():
@@ -287,11 +300,12 @@ def test_a_model_without_delta_networks_has_no_states():
     assert engine.delta_cache is None and engine.scheduler.states.allocator.num_pages == 0
 
 
-@pytest.mark.parametrize("draft", [None, Wrong()])
-def test_replayed_steps_have_the_bits_of_direct_ones(draft):
+@pytest.mark.parametrize("right", [None, 2])
+def test_replayed_steps_have_the_bits_of_direct_ones(right):
     prompts, params, expected = _load("float32", 0)
-    recorder, config = Recorder(), replace(ROOMY, max_sequences=5)
-    engine = Engine(model_of("float32"), config, draft=draft)
+    texts = [prompt + each.token_ids for prompt, group in zip(prompts, expected) for each in group]
+    recorder, config = Recorder(), replace(ROOMY, max_sequences=5, draft_tokens=3)
+    engine = Engine(model_of("float32"), config, draft=None if right is None else Wrong(texts, right))
     engine.runner = GraphRunner(engine.model, engine.cache, config, engine._weights, recorder, engine.delta_cache)
     assert engine.generate(prompts, params) == expected
     assert recorder.replayed
