@@ -108,6 +108,12 @@ def test_load_changes_no_bit_and_loses_no_state(dtype, seed, budget, sequences, 
     assert prefix_cache or engine.scheduler.states.allocator._content_of == {}
 
 
+def test_no_sequence_gets_the_entry_that_another_one_leaves_in_the_same_step():
+    engine = _checked(Engine(model_of("float32"), replace(ROOMY, prefix_cache=False)))
+    engine.generate([_prompt((126, seed)) for seed in (1, 2, 3)], replace(ONE, max_tokens=4))
+    assert all_pages_are_free(engine)
+
+
 def _prompt(*parts):
     """(length, seed) of each part's tokens."""
     return [random.Random(1000 * seed + place).randrange(VOCAB) for length, seed in parts for place in range(length)]
