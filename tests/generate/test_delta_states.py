@@ -312,6 +312,7 @@ def test_replayed_steps_have_the_bits_of_direct_ones(right):
     texts = [prompt + each.token_ids for prompt, group in zip(prompts, expected) for each in group]
     recorder, config = Recorder(), replace(ROOMY, max_sequences=5, draft_tokens=3)
     engine = Engine(model_of("float32"), config, draft=None if right is None else Wrong(texts, right))
+    config = replace(config, draft="ngram")  # graphs have room for drafts
     engine.runner = GraphRunner(engine.model, engine.cache, config, engine._weights, recorder, engine.delta_cache)
     assert engine.generate(prompts, params) == expected
     assert recorder.replayed
