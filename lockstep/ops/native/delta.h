@@ -52,7 +52,9 @@ struct Inputs {
     const T* rows;
     const T* const* before;
     int64_t channels, earlier;
-    const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
+    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into a
+    // blend.
+    __attribute__((noinline)) const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
 };
 
 // Divides a thread's scratch memory.
