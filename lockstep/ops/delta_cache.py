@@ -131,7 +131,14 @@ def paged_delta(
 
 
 def _native_paged(
-    mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms, layer: int, step: DeltaStep, starts: Tensor, contexts: Tensor
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    terms: DeltaTerms,
+    layer: int,
+    step: DeltaStep,
+    starts: Tensor,
+    contexts: Tensor,
 ) -> Tensor:
     cache = step.cache
     out = mixed.new_empty(len(mixed), terms.value_heads, terms.value_dim)

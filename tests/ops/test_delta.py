@@ -43,9 +43,9 @@ def drawn(
     of_keys, channels = key_heads * key_dim, 2 * key_heads * key_dim + value_heads * value_dim
     mixed = torch.randn(rows, channels, generator=draw)
     mixed *= torch.exp2(torch.randint(-3, 4, mixed.shape, generator=draw).float())
-    mixed[1::2, of_keys : 2 * of_keys] = 1e-2 * mixed[1::2, of_keys : 2 * of_keys] - mixed[: rows - 1 : 2][
-        : len(mixed[1::2]), of_keys : 2 * of_keys
-    ]
+    mixed[1::2, of_keys : 2 * of_keys] = (
+        1e-2 * mixed[1::2, of_keys : 2 * of_keys] - mixed[: rows - 1 : 2][: len(mixed[1::2]), of_keys : 2 * of_keys]
+    )
     mean, spread = DECAYS[decays]
     conv = torch.randn(channels, 4, generator=draw) * 0.5
     rates = mean + torch.randn(value_heads, generator=draw)
@@ -103,11 +103,12 @@ def test_values_and_gradients_are_those_of_float64(shape, dtype, decays, strengt
     ours = [out, *torch.autograd.grad(out, leaves, grad)]
     theirs = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     # One rounding of the result to its dtype, plus sums of up to 130 rows that float32 rounds one by one, each of which
-    # an update may repeat: the system that the updates solve amplifies errors several times.
-    tolerance = 5e-5 if dtype == FLOAT else 1e-2
+    # an update may repeat: the system that the updates solve amplifies errors several times. A decay's gradient is the
+    # difference of parts of order 1, which may be all but equal.
+    tolerance = 1e-4 if dtype == FLOAT else 1e-2
     for name, mine, reference in zip(("out", "mixed", "b", "a", "conv", "rates", "bias"), ours, theirs):
         assert mine.dtype == dtype
-        assert (mine.double() - reference).abs().max() <= tolerance * reference.abs().max(), name
+        assert (mine.double() - reference).abs().max() <= tolerance * max(0.1, float(reference.abs().max())), name
         assert not mine[-PADDING:].any() or name not in ("out", "mixed", "b", "a")
 
 
@@ -142,7 +143,9 @@ def test_values_are_those_of_transformers():
 class Paged:
     """Sequences in a cache that is filled with NaN: whatever of it were used would show."""
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor, DeltaTerms], lengths: list[int], drafts: int, random: Random):
+    def __init__(
+        self, inputs: tuple[Tensor, Tensor, Tensor, DeltaTerms], lengths: list[int], drafts: int, random: Random
+    ):
         self.mixed, self.b, self.a, self.terms = inputs
         self.lengths, self.random, self.drafts = lengths, random, drafts
         self.starts = starts_of(lengths).tolist()
@@ -170,7 +173,9 @@ class Paged:
             writes.append(self.free.pop() if contexts[-1] // CHUNK > self.done[i] // CHUNK else NO_STATE)
         rows += [-1] * self.random.choice([0, PADDING])
         chosen = torch.tensor(rows)
-        mixed, b, a = (torch.where(chosen[:, None] < 0, torch.nan, x[chosen]).to(x.dtype) for x in (self.mixed, self.b, self.a))
+        mixed, b, a = (
+            torch.where(chosen[:, None] < 0, torch.nan, x[chosen]).to(x.dtype) for x in (self.mixed, self.b, self.a)
+        )
         slots, reads = ([places[i] for i in counts] for places in (self.slots, self.reads))
         integers = (torch.tensor(each, dtype=torch.int32) for each in (slots, reads, writes))
         step, contexts_ = DeltaStep(self.cache, *integers), torch.tensor(contexts, dtype=torch.int32)

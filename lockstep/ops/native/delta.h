@@ -147,12 +147,16 @@ static inline float norm_row(float* x, int64_t dim, float length) {
     return factor * length;
 }
 
+// Rows are too far from each other for the processor to prefetch them.
+constexpr int64_t PREFETCHED_ROWS = 4;
+
 // Up to 16 channels of a row: a chain over the taps, the oldest first, then silu. TAPS: the width if it is known.
 template <int TAPS, class T>
 static inline void convolve(const T* const* taps, const float* weights, const Sizes& sizes, int64_t channel,
                             int64_t count, float* out, float* slopes) {
     f32x16 x = {};
     const int64_t width = TAPS ? TAPS : sizes.width, own = sizes.own_channels();
+    __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap < width; tap++)
         x = multiply_add(load_first(taps[tap] + channel, count), load(weights + tap * own), x);
