@@ -87,20 +87,20 @@ def report(name: str, took: float, work: float = 0.0) -> None:
 
 
 def measure_prefill(dtype: torch.dtype, folder: str) -> None:
-    given, work = inputs(PREFILL, dtype), operations(PREFILL)
-    ours = seconds(lambda: delta(*given, starts(PREFILL)))
-    report("prefill", ours, work)
-    mixed, b, a, terms = given
-    free = getattr(free_chunks(folder), "delta" + native.SUFFIX[dtype])
-    tensors = (mixed, b, a, *terms[:3], out := torch.empty(PREFILL, HEADS, DIM, dtype=dtype))
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*tensors, ends := starts(PREFILL))]
+    mixed, b, a, terms = inputs(PREFILL, dtype)
+    outs, work = torch.zeros(2, PREFILL, HEADS, DIM, dtype=dtype), operations(PREFILL)
     sizes = [ctypes.c_int64(size) for size in (1, PREFILL, HEADS, HEADS, DIM, DIM, WIDTH)]
-    without = seconds(lambda: free(*pointers[:-1], None, pointers[-1], *sizes))
-    expected = delta(*given, ends).float()
-    assert (out.float() - expected).abs().max() <= 1e-2 * expected.abs().max(), "the free chunks compute something else"
-    report("prefill, chunks without row causality", without, work)
-    print(f"{'price of row causality':40} {ours / without:10.2f} x")
-    report("prefill, transformers", seconds(lambda: theirs(*given), 1), work)
+    ends, name, took = starts(PREFILL), "delta" + native.SUFFIX[dtype], list[float]()
+    for kernel, out in zip((native.function(name), getattr(free_chunks(folder), name)), outs):
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (mixed, b, a, *terms[:3], out, ends)]
+        pointers.insert(-1, ctypes.c_void_p(None))
+        took.append(seconds(lambda: kernel(*pointers, *sizes)))  # noqa: B023
+    ours, free = outs.float()
+    assert (ours - free).abs().max() <= 1e-2 * ours.abs().max(), "the free chunks compute something else"
+    report("prefill", took[0], work)
+    report("prefill, chunks without row causality", took[1], work)
+    print(f"{'price of row causality':40} {took[0] / took[1]:10.2f} x")
+    report("prefill, transformers", seconds(lambda: theirs(mixed, b, a, terms), 1), work)
 
 
 def measure_decode(dtype: torch.dtype) -> None:
