@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops import native
+from lockstep.ops.delta import has_kernels, kernel_inputs, kernel_sizes
 from lockstep.ops.delta_reference import CHUNK, DeltaTerms, OpenChunk, Rows, empty_state, extend, next_state, rows_of
 from lockstep.ops.zeros_on_demand import zeros_on_demand
 
@@ -123,6 +125,8 @@ def paged_delta(
     starts: the first row of each sequence, int32, and the end of the last one's. contexts: tokens of each sequence
     after this step, int32. Rows after those of all sequences are padding.
     """
+    if has_kernels(mixed, b, a, terms):
+        return _native_paged(mixed, b, a, terms, layer, step, starts, contexts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     columns = (starts[:-1], starts[1:], contexts, step.slots, step.reads, step.writes)
     for start, stop, context, slot, read, write in zip(*(column.tolist() for column in columns)):
@@ -130,6 +134,26 @@ def paged_delta(
         if stop > start:
             views = _SlotViews(step.cache, layer, slot, read)
             out[span] = _extend_sequence(mixed[span], b[span], a[span], terms, views, first, write)
+    return out
+
+
+def _native_paged(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    terms: DeltaTerms,
+    layer: int,
+    step: DeltaStep,
+    starts: Tensor,
+    contexts: Tensor,
+) -> Tensor:
+    cache = step.cache
+    out = mixed.new_empty(len(mixed), terms.value_heads, terms.value_dim)
+    places = (x.to(torch.int32).contiguous() for x in (starts, contexts, step.slots, step.reads, step.writes))
+    native.call(
+        "paged_delta", mixed.dtype, *kernel_inputs(mixed, b, a, terms), out, *cache.layer(layer), *places,
+        len(contexts), len(mixed), *kernel_sizes(terms), cache.chunks, cache.kept,
+    )  # fmt: skip
     return out
 
 
