@@ -324,6 +324,7 @@ def test_steps_that_are_recorded_have_the_bits_of_direct_ones():
     engine = Engine(model_of("float32"), ROOMY)
     engine.runner.steps_before_recording = 1
     assert engine.generate(prompts, params) == expected
+    assert engine.runner.recorded
     assert all_pages_are_free(engine)
 
 
