@@ -14,6 +14,7 @@ from lockstep.generate.drafts import Draft, ModelDraft
 from lockstep.generate.graphs import GraphRunner
 from lockstep.generate.states import States
 from lockstep.ops import native
+from lockstep.precision import Precision
 from lockstep.rl.scoring.explain import first_difference
 from tests.generate.engines import HYBRID, SHAPE, Recorder, all_pages_are_free, finish
 
@@ -340,3 +341,10 @@ def test_parity_explains_it_operator_by_operator(monkeypatch):
     monkeypatch.setattr(ops.PagedAttention, "delta", delta)
     found = first_difference(model, tokens, 60)
     assert (found.operator, found.position) == ("layer 2, delta rule", 60)
+
+
+def test_a_cache_of_integers_is_that_of_attention_alone():
+    model = build_model(replace(HYBRID, precision=Precision(cache="int8")), "bfloat16", seed=2)
+    engine, params = Engine(model, ROOMY), SamplingParams(max_tokens=9, n=2, seed=3, ignore_eos=True)
+    assert [_asked(engine, _prompt((100, 1), (30, seed)), params) for seed in (2, 3, 4)] == [130, 130, 64 + 130]
+    assert engine.delta_cache.states.dtype == torch.float32
