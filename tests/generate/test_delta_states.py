@@ -14,6 +14,7 @@ from lockstep.generate.drafts import Draft, ModelDraft
 from lockstep.generate.graphs import GraphRunner
 from lockstep.generate.states import States
 from lockstep.ops import native
+from lockstep.precision import Precision
 from lockstep.rl.scoring.explain import first_difference
 from tests.generate.engines import HYBRID, SHAPE, Recorder, all_pages_are_free, finish
 
@@ -108,6 +109,12 @@ def test_load_changes_no_bit_and_loses_no_state(dtype, seed, budget, sequences, 
     assert prefix_cache or engine.scheduler.states.allocator._content_of == {}
 
 
+def test_no_sequence_gets_the_entry_that_another_one_leaves_in_the_same_step():
+    engine = _checked(Engine(model_of("float32"), replace(ROOMY, prefix_cache=False)))
+    engine.generate([_prompt((126, seed)) for seed in (1, 2, 3)], replace(ONE, max_tokens=4))
+    assert all_pages_are_free(engine)
+
+
 def _prompt(*parts):
     """(length, seed) of each part's tokens."""
     return [random.Random(1000 * seed + place).randrange(VOCAB) for length, seed in parts for place in range(length)]
@@ -178,7 +185,7 @@ def test_forks_share_a_state_and_copy_the_open_chunk():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_that_are_rejected_behind_a_boundary_leave_the_former_state(dtype):
     model, params = model_of(dtype), replace(ONE, max_tokens=16, temperature=0.0)
-    prompts = [_prompt((length, 1)) for length in (58, 121)]
+    prompts = [_prompt((length, 1)) for length in (58, 125)]
     expected = Engine(model, ROOMY).generate(prompts, params)
     texts = [prompt + group[0].token_ids for prompt, group in zip(prompts, expected)]
     accepted = []
@@ -212,6 +219,19 @@ def test_a_smaller_hybrid_model_drafts_and_forgets_what_was_wrong():
     small.load_state_dict(build_model(small.config, "float32", seed=3).state_dict())
     engine.weights_changed()
     assert engine.generate(prompts, params) == expected
+
+
+def test_a_draft_model_computes_the_last_token_before_a_boundary_again():
+    """As it has to when a step is interrupted: it has no state for that."""
+    model, prompt, config = model_of("float32"), _prompt((128, 1)), replace(ROOMY, draft_tokens=4)
+    engine = Engine(model, config, draft=ModelDraft(build_model(HYBRID, "float32", seed=2), config))
+    (sample,) = engine.samples(engine.add(prompt, replace(ONE, max_tokens=6)))
+    hook = model.register_forward_pre_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    hook.remove()
+    finish(engine)
+    assert sample.completion() == Engine(model, ROOMY).generate([prompt], replace(ONE, max_tokens=6))[0][0]
 
 
 def test_new_weights_in_the_middle_of_a_text_recompute_its_states():
@@ -287,11 +307,13 @@ def test_a_model_without_delta_networks_has_no_states():
     assert engine.delta_cache is None and engine.scheduler.states.allocator.num_pages == 0
 
 
-@pytest.mark.parametrize("draft", [None, Wrong()])
-def test_replayed_steps_have_the_bits_of_direct_ones(draft):
+@pytest.mark.parametrize("right", [None, 2])
+def test_replayed_steps_have_the_bits_of_direct_ones(right):
     prompts, params, expected = _load("float32", 0)
-    recorder, config = Recorder(), replace(ROOMY, max_sequences=5)
-    engine = Engine(model_of("float32"), config, draft=draft)
+    texts = [prompt + each.token_ids for prompt, group in zip(prompts, expected) for each in group]
+    recorder, config = Recorder(), replace(ROOMY, max_sequences=5, draft_tokens=3)
+    engine = Engine(model_of("float32"), config, draft=None if right is None else Wrong(texts, right))
+    config = replace(config, draft="ngram")  # graphs have room for drafts
     engine.runner = GraphRunner(engine.model, engine.cache, config, engine._weights, recorder, engine.delta_cache)
     assert engine.generate(prompts, params) == expected
     assert recorder.replayed
@@ -303,6 +325,7 @@ def test_steps_that_are_recorded_have_the_bits_of_direct_ones():
     engine = Engine(model_of("float32"), ROOMY)
     engine.runner.steps_before_recording = 1
     assert engine.generate(prompts, params) == expected
+    assert engine.runner.recorded
     assert all_pages_are_free(engine)
 
 
@@ -318,3 +341,10 @@ def test_parity_explains_it_operator_by_operator(monkeypatch):
     monkeypatch.setattr(ops.PagedAttention, "delta", delta)
     found = first_difference(model, tokens, 60)
     assert (found.operator, found.position) == ("layer 2, delta rule", 60)
+
+
+def test_a_cache_of_integers_is_that_of_attention_alone():
+    model = build_model(replace(HYBRID, precision=Precision(cache="int8")), "bfloat16", seed=2)
+    engine, params = Engine(model, ROOMY), SamplingParams(max_tokens=9, n=2, seed=3, ignore_eos=True)
+    assert [_asked(engine, _prompt((100, 1), (30, seed)), params) for seed in (2, 3, 4)] == [130, 130, 64 + 130]
+    assert engine.delta_cache.states.dtype == torch.float32

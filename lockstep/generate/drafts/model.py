@@ -27,9 +27,6 @@ class _States:
         self._boundaries = [[0, 0] for _ in range(slots)]
         """Of each slot's two states; 0: none."""
 
-    def forget(self, copy: Sequence) -> None:
-        self._boundaries[copy.slot] = [0, 0]
-
     def has(self, copy: Sequence) -> bool:
         """Whether the tokens after those that are computed can follow at once."""
         boundary = _boundary(copy.computed)
@@ -38,6 +35,8 @@ class _States:
     def advance(self, chunk: Chunk) -> None:
         slot, boundary, last = chunk.sequence.slot, _boundary(chunk.start), _boundary(chunk.end)
         boundaries = self._boundaries[slot]
+        if not boundary:  # another sequence, or new weights
+            boundaries[:] = [0, 0]
         place = boundaries.index(boundary) if boundary else 1
         chunk.read = 2 * slot + place if boundary else ops.NO_STATE
         if last > boundary:
@@ -80,8 +79,6 @@ class ModelDraft(Draft):
     def weights_changed(self) -> None:
         for copy in self._copies.values():
             copy.computed = 0
-            if self._states is not None:
-                self._states.forget(copy)
 
     def _make_room(self, sequence: Sequence, count: int, requested: ListLike[Sequence]) -> bool:
         """Updates the sequence's copy; False if `count` more tokens do not fit, at all or at present."""
@@ -93,8 +90,6 @@ class ModelDraft(Draft):
             if not self._slots:
                 self._release([next(s for s in self._copies if s not in requested)])
             copy = self._copies[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
-            if self._states is not None:
-                self._states.forget(copy)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.tokens, sequence.tokens)))
         copy.computed = min(copy.computed, same, len(sequence.tokens) - 1)
         if self._states is not None and not self._states.has(copy):

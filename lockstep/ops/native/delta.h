@@ -52,7 +52,9 @@ struct Inputs {
     const T* rows;
     const T* const* before;
     int64_t channels, earlier;
-    const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
+    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into a
+    // blend.
+    __attribute__((noinline)) const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
 };
 
 // Divides a thread's scratch memory.
@@ -145,21 +147,37 @@ static inline float norm_row(float* x, int64_t dim, float length) {
     return factor * length;
 }
 
-// A row's channels: a chain over the taps, the oldest first, then silu. taps: the inputs' rows.
-template <class T>
+// Rows are too far from each other for the processor to prefetch them.
+constexpr int64_t PREFETCHED_ROWS = 4;
+
+// Up to 16 channels of a row: a chain over the taps, the oldest first, then silu. TAPS: the width if it is known.
+template <int TAPS, class T>
+static inline void convolve(const T* const* taps, const float* weights, const Sizes& sizes, int64_t channel,
+                            int64_t count, float* out, float* slopes) {
+    f32x16 x = {};
+    const int64_t width = TAPS ? TAPS : sizes.width, own = sizes.own_channels();
+    __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
+#pragma GCC unroll 4
+    for (int64_t tap = 0; tap < width; tap++)
+        x = multiply_add(load_first(taps[tap] + channel, count), load(weights + tap * own), x);
+    const f32x16 whole = 1.f + exp(-x);
+    store(out, x / whole);
+    if (slopes == nullptr) return;
+    const f32x16 sigmoid = 1.f / whole;
+    store(slopes, sigmoid * multiply_add(x, 1.f - sigmoid, 1.f));
+}
+
+// A row's channels of one part. taps: the inputs' rows.
+template <int TAPS, class T>
 static void convolve_row(const T* const* taps, const float* weights, const Sizes& sizes, const Span& span, float* out,
                          float* slopes) {
-    for (int64_t i = 0; i < span.count; i += LANES) {
-        f32x16 x = {};
-        for (int64_t tap = 0; tap < sizes.width; tap++)
-            x = multiply_add(load_first(taps[tap] + span.channel + i, span.count - i),
-                             load(weights + tap * sizes.own_channels() + span.own + i), x);
-        const f32x16 whole = 1.f + exp(-x);
-        store(out + i, x / whole);
-        if (slopes == nullptr) continue;
-        const f32x16 sigmoid = 1.f / whole;
-        store(slopes + span.own + i, sigmoid * multiply_add(x, 1.f - sigmoid, 1.f));
-    }
+    int64_t i = 0;
+    for (; i + LANES <= span.count; i += LANES)
+        convolve<TAPS>(taps, weights + span.own + i, sizes, span.channel + i, LANES, out + i,
+                       slopes ? slopes + span.own + i : nullptr);
+    if (i < span.count)
+        convolve<TAPS>(taps, weights + span.own + i, sizes, span.channel + i, span.count - i, out + i,
+                       slopes ? slopes + span.own + i : nullptr);
 }
 
 // Computes `count` rows from row `begin` of the inputs on; `first` is the tensors' row of their row 0.
@@ -171,6 +189,7 @@ static void compute_rows(const Layer<T>& layer, const HeadWeights<T>& weights, c
     static thread_local std::vector<const T*> taps;
     taps.resize(sizes.width);
     rows.queries = rows.keys + count * sizes.key_row();
+    const auto one_part = sizes.width == 4 ? convolve_row<4, T> : convolve_row<0, T>;
     const float query_length = (float)(1.0 / std::sqrt((double)sizes.key_dim));
     for (int64_t t = 0; t < count; t++) {
         for (int64_t tap = 0; tap < sizes.width; tap++) taps[tap] = inputs.at(begin + t - sizes.earlier() + tap);
@@ -179,7 +198,7 @@ static void compute_rows(const Layer<T>& layer, const HeadWeights<T>& weights, c
             const bool is_value = part >= 2;
             float* out = is_value ? rows.values + ((part - 2) * CHUNK + t) * sizes.value_row()
                                   : rows.keys + (part * count + t) * sizes.key_row();
-            convolve_row(taps.data(), weights.conv, sizes, span_of(sizes, head, part), out, slopes);
+            one_part(taps.data(), weights.conv, sizes, span_of(sizes, head, part), out, slopes);
             if (is_value) continue;
             const float factor = norm_row(out, sizes.key_dim, part ? query_length : 1.f);
             if (rows.norms) rows.norms[part * CHUNK + t] = factor;

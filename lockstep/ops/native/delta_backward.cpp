@@ -26,7 +26,7 @@ struct BackwardWorker {
     // [CHUNK + width - 1][own_channels]: the gradients of the convolution's outputs; the rows after the chunk's are
     // those of the chunk after it.
     float* outputs;
-    std::vector<const T*> before;
+    std::vector<const T*> before, sources;  // rows of inputs before a sequence, and of a chunk
     std::vector<T> nothing;
 
     static int64_t floats(const Sizes& sizes) {
@@ -43,6 +43,7 @@ struct BackwardWorker {
           products(layer.sizes, memory),
           of_head(layer.sizes, memory),
           before(layer.sizes.earlier()),
+          sources(CHUNK + layer.sizes.earlier()),
           nothing(layer.sizes.channels()) {
         const Sizes& sizes = layer.sizes;
         rows.slopes = memory.take(CHUNK * sizes.own_channels());
@@ -59,6 +60,28 @@ struct BackwardWorker {
         std::fill(after, after + sizes.group() * sizes.state(), 0.f);  // padding is multiplied
     }
 };
+
+// One row's channels of one part: the gradients of its inputs, to which the `width` outputs from its own on contribute,
+// and of the weights, to which its output's gradient does. taps: the inputs' rows. TAPS: the width if it is known.
+template <int TAPS, class T>
+static void convolution_row_gradients(const T* const* taps, const float* outputs, const float* weights,
+                                      const Sizes& sizes, const Span& span, T* grad_inputs, float* grad_weights) {
+    const int64_t width = TAPS ? TAPS : sizes.width, own = sizes.own_channels();
+    for (int64_t i = 0; i < span.count; i += LANES) {
+        const int64_t place = span.own + i, channel = span.channel + i, count = span.count - i;
+        const f32x16 grad = load(outputs + place);
+        f32x16 x = {};
+        __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
+        __builtin_prefetch(grad_inputs + channel + PREFETCHED_ROWS * sizes.channels(), 1);
+#pragma GCC unroll 4
+        for (int64_t tap = 0; tap < width; tap++) {
+            x = multiply_add(load(weights + tap * own + place), load(outputs + (width - 1 - tap) * own + place), x);
+            float* sums = grad_weights + tap * own + place;
+            store(sums, multiply_add(grad, load_first(taps[tap] + channel, count), load(sums)));
+        }
+        store_first(grad_inputs + channel, x, count);
+    }
+}
 
 // One key head of a sequence: `sums` [width][own_channels], then of rates and of biases [group] each, is its part of
 // the parameters' gradients.
@@ -152,25 +175,12 @@ struct SequenceHead {
     // Through the convolution: `outputs` has the chunk's rows, and the following chunk's first ones.
     void convolution_gradients(int64_t begin, int64_t count) const {
         const int64_t own = sizes.own_channels(), earlier = sizes.earlier();
-        for (int64_t part = 0; part < 2 + sizes.group(); part++) {
-            const Span span = span_of(sizes, head, part);
-            for (int64_t t = 0; t < count; t++) {
-                T* target = grads.mixed + (start + begin + t) * sizes.channels() + span.channel;
-                for (int64_t i = 0; i < span.count; i += LANES) {
-                    const int64_t n = span.own + i;
-                    f32x16 x = {};
-                    const f32x16 grad = load(worker.outputs + t * own + n);
-                    for (int64_t tap = 0; tap < sizes.width; tap++) {
-                        x = multiply_add(load(worker.weights.conv + tap * own + n),
-                                         load(worker.outputs + (t + earlier - tap) * own + n), x);
-                        const T* input = inputs().at(begin + t - earlier + tap) + span.channel + i;
-                        float* total = sums + tap * own + n;
-                        store(total, multiply_add(grad, load_first(input, span.count - i), load(total)));
-                    }
-                    store_first(target + i, x, span.count - i);
-                }
-            }
-        }
+        for (int64_t i = 0; i < count + earlier; i++) worker.sources[i] = inputs().at(begin - earlier + i);
+        const auto one_row = sizes.width == 4 ? convolution_row_gradients<4, T> : convolution_row_gradients<0, T>;
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t part = 0; part < 2 + sizes.group(); part++)
+                one_row(worker.sources.data() + t, worker.outputs + t * own, worker.weights.conv, sizes,
+                        span_of(sizes, head, part), grads.mixed + (start + begin + t) * sizes.channels(), sums);
         std::copy(worker.outputs, worker.outputs + earlier * own, worker.outputs + CHUNK * own);
     }
 
