@@ -54,8 +54,8 @@ __all__ = [
     "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
     "logits_log_probs", "note_routes", "order_by_expert", "own_part", "own_rows", "parts_of", "recorded_routes",
     "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits", "row_gate", "sample",
-    "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs",
-    "top_log_probs", "total", "uniforms", "unrecorded",
+    "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares", "text_scores",
+    "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 
 call_once()
