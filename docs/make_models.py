@@ -36,7 +36,8 @@ PAGE = Path(__file__).with_name("models.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->\n", "<!-- end of families -->\n"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 TITLES = {
-    "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
+    "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "qwen3_next": "Qwen3-Next",
+    "qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
     "qwen2": "Qwen2", "gemma3": "Gemma 3", "mistral": "Mistral", "ministral": "Ministral", "ministral3": "Ministral 3",
     "smollm3": "SmolLM3", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "olmoe": "OLMoE", "phi3": "Phi-3", "granite": "Granite",
     "glm": "GLM-4", "glm4": "GLM-4-0414", "glm4_moe": "GLM-4.5", "nanochat": "nanochat",

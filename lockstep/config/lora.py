@@ -17,6 +17,6 @@ class LoraConfig:
     learning rate about ten times that of full training."""
     alpha: Annotated[float, Above(0)] = 16.0
     """The update is scaled by alpha / rank."""
-    targets: tuple[str, ...] = ("*_proj",)
+    targets: tuple[str, ...] = ("*_proj*",)
     """Names of the linear layers to adapt, or patterns of them: q_proj, mlp.*, layers.3.*. The head, the router and
     stacked experts have no adapters."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.generate.adjustments import Adjustment
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.prompt_scores import PromptRows, prompt_rows
 from lockstep.generate.sampling_params import SamplingParams
-from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
 from lockstep.model.adapted_rows import AdaptedRows
 from lockstep.model.adapters import Adapter
@@ -38,6 +38,10 @@ class StepBatch:
     """Temperature, top_k, top_p, min_p and uniform draw of each of these rows."""
     copies: list[tuple[int, int]]
     """(source, target) pages that are copied after this step."""
+    slot_copies: list[tuple[int, int]]
+    """The slots of the sequences that these pages are of."""
+    states: Tensor
+    """Slot, entry that is read and entry that is written of each sequence with rows, int32 `[3, sequences]`."""
     decodes: bool
     """Whether every row is sampled."""
     prompt_rows: list[PromptRows]
@@ -96,6 +100,7 @@ class BatchArrays:
         final = [i for i, c in enumerate(chunks) if c.is_sampled]
         sampled = [chunks[i] for i in final]
         places = np.array([c.sequence.sampled for c in sampled], dtype=np.int64)
+        states = np.array([slots, [c.read for c in chunks], [c.written for c in chunks]], dtype=np.int32)
         if (counts == 1).all() and len(sampled) == len(chunks):  # a decode step without drafts
             positions, sampled_rows, chosen = starts, np.arange(len(tokens)), slots
         else:
@@ -109,7 +114,7 @@ class BatchArrays:
             chosen = np.repeat(slots[final], runs)
             places = np.repeat(places, runs) + within
             computed = counts > 0
-            slots, starts, counts = slots[computed], starts[computed], counts[computed]
+            slots, starts, counts, states = slots[computed], starts[computed], counts[computed], states[:, computed]
         draws = ops.uniforms(torch.from_numpy(self._seed[chosen]), torch.from_numpy(places))
         width = max([len(s.pages) for s in sequences])
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
@@ -123,6 +128,8 @@ class BatchArrays:
             sampled_rows=torch.from_numpy(sampled_rows),
             sampling=(*[torch.from_numpy(c[chosen]) for c in columns], draws),
             copies=[pages for chunk in chunks for pages in chunk.copies],
+            slot_copies=[(chunk.copied_slot, chunk.sequence.slot) for chunk in chunks if chunk.copies],
+            states=torch.from_numpy(states),
             decodes=len(sampled_rows) == len(tokens) and len(counts) == len(chunks),
             prompt_rows=prompt_rows(chunks),
             adapted=_adapted(chunks, len(tokens)),

@@ -47,8 +47,7 @@ def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
         drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), routes, strict=True)
         return [Draw(token, log_prob, log_prob, [], route) for token, log_prob, route in drawn]
     batch = batch.to(model.device)
-    if batch.copies:
-        runner.cache.copy_pages(batch.copies)
+    runner.copy(batch)
     rows = max(1, LOGITS_ELEMENTS // model.config.vocab_size)
     if batch.prompt_rows:
         assert hidden is not None

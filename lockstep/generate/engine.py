@@ -23,15 +23,17 @@ from lockstep.errors import UserError
 from lockstep.generate.adapters import LoadedAdapter, LoadedAdapters, written
 from lockstep.generate.adjustments import Adjustment
 from lockstep.generate.batch import BatchArrays
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.drafts import Draft, DraftLengths, Speculation, free_rows, make_draft, margin
 from lockstep.generate.draws import Draw, draw
 from lockstep.generate.grammars import Grammars
 from lockstep.generate.graphs import GraphRunner, graphs_of
 from lockstep.generate.pages import PageAllocator
-from lockstep.generate.runner import Runner, make_cache
+from lockstep.generate.runner import Runner, make_cache, make_delta_cache
 from lockstep.generate.sampling_params import Completion, PromptScores, SamplingParams, TokenEvent, raise_broken
-from lockstep.generate.scheduler import Chunk, Scheduler
+from lockstep.generate.scheduler import Scheduler
 from lockstep.generate.sequence import Sequence
+from lockstep.generate.states import States
 from lockstep.generate.statistics import Statistics
 from lockstep.generate.step_graphs import StepGraphRunner
 from lockstep.generate.stragglers import stragglers
@@ -80,15 +82,18 @@ class Engine:
         _check_config(self.config, self.tensor_group)
         num_pages = self.config.cache_tokens // ops.PAGE
         self.allocator = PageAllocator(num_pages)
-        self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
         self.adapters = LoadedAdapters(model, self.allocator)
         """By the names that `SamplingParams.adapter` uses."""
+        draft = draft or make_draft(self.config, model)
         self.cache = make_cache(model, num_pages)
+        drafts = self.config.draft_tokens if draft else 0
+        self.delta_cache, kept = make_delta_cache(model, self.config, self.cache, drafts)
+        states = States(self.delta_cache.entries, kept) if self.delta_cache else States()
+        self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE, states)
         self._weights = ops.PackedWeights()
         self._writes = WeightWrites(model)
         self._arrays = BatchArrays(self.config.max_sequences)
         self.runner = self._make_runner()
-        draft = draft or make_draft(self.config, model)
         self._speculation = self._speculate(draft) if draft else None
         self._requests: dict[int, list[Sequence]] = {}
         # Each event goes to the stream or `generate` call of its request, whichever call ran the step; all others go to
@@ -104,10 +109,11 @@ class Engine:
 
     def _make_runner(self) -> Runner:
         if (mode := graphs_of(self.config, self.model)) != "none":
-            return GraphRunner(self.model, self.cache, replace(self.config, cuda_graphs=mode), self._weights)
+            config = replace(self.config, cuda_graphs=mode)
+            return GraphRunner(self.model, self.cache, config, self._weights, delta_cache=self.delta_cache)
         if self.tensor_group is None and StepGraphRunner.can_run(self.model):
-            return StepGraphRunner(self.model, self.cache, self._weights)
-        return Runner(self.model, self.cache)
+            return StepGraphRunner(self.model, self.cache, self._weights, self.delta_cache)
+        return Runner(self.model, self.cache, self.delta_cache)
 
     def _speculate(self, draft: Draft) -> Speculation:
         free = free_rows(self.model.device)

@@ -74,8 +74,9 @@ class GraphRunner(Runner):
         config: EngineConfig,
         weights: ops.PackedWeights,
         capture: Capture | None = None,
+        delta_cache: ops.DeltaCache | None = None,
     ):
-        super().__init__(model, cache)
+        super().__init__(model, cache, delta_cache)
         if capture is None and model.device.type != "cuda":
             raise UserError(
                 f'engine: cuda_graphs is "{config.cuda_graphs}", but the model is on {model.device.type}; '
@@ -96,13 +97,14 @@ class GraphRunner(Runner):
         self._memory = torch.zeros(8, even, dtype=torch.int32, device=device)
         self._inputs = Inputs.within(self._memory)
         self._table = torch.zeros(largest, width, dtype=torch.int32, device=device)
+        self._states = torch.zeros(3, largest, dtype=torch.int32, device=device)
         # Graphs keep reading the tables they were captured with, which the model may replace by larger ones.
         self._tables = model.rotary.reserve(width * ops.PAGE, device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step in one replay, if all of its rows are sampled."""
         count = len(batch.tokens)
-        if not batch.decodes or batch.adapted or count > self.sizes[-1]:
+        if not batch.decodes or batch.adapted or count > self.sizes[-1] or self.has_delta_drafts(batch):
             return None
         self._drop_if_moved()
         if self._hooked:
@@ -116,6 +118,8 @@ class GraphRunner(Runner):
             staging[:count] = column
         self._memory.copy_(self._staging, non_blocking=True)
         self._table[:count, : table.shape[1]].copy_(table, non_blocking=True)
+        if self.delta_cache is not None:
+            self._states[:, :count].copy_(batch.states, non_blocking=True)
         if size not in self._whole:
             self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} rows")
         logits, tokens, log_probs = self._whole[size]()
@@ -167,7 +171,9 @@ class GraphRunner(Runner):
     def _step(self, size: int) -> Tensors:
         """From the embedding to the draw, over the first `size` rows of the static buffers."""
         tokens, positions, uniform, contexts, temperature = (buffer[:size] for buffer in self._inputs)
-        hidden = self.model(tokens, positions, ops.PagedAttention(self.cache, self._table[:size], None, contexts))
+        delta = self.delta_step(self._states[:, :size])
+        attention = ops.PagedAttention(self.cache, self._table[:size], None, contexts, delta)
+        hidden = self.model(tokens, positions, attention)
         logits = self.model.logits(hidden)
         return (logits, *ops.draw(logits, temperature, uniform))
 

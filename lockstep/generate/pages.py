@@ -16,11 +16,13 @@ class PageAllocator:
     """Allocates pages, counts their references, and looks up full pages by content.
 
     The key of a full page is the chain of pages before it and its tokens: exact, not a hash. A registered page without
-    references counts as free, but keeps its contents until it is evicted, least recently used first.
+    references counts as free, but keeps its contents until it is evicted, least recently used first. At most
+    `most_unused` of these keep their contents, if it is given.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, most_unused: int | None = None):
         self.num_pages = num_pages
+        self._most_unused = num_pages if most_unused is None else most_unused
         self.ref_counts = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -58,6 +60,10 @@ class PageAllocator:
             self.ref_counts[page] += 1
         return match
 
+    def retain(self, page: int) -> None:
+        """Adds a reference to a page that is in use."""
+        self.ref_counts[page] += 1
+
     def register(self, page: int, chain: int, tokens: tuple[int, ...]) -> int:
         """Adds a full page to the lookup; returns the chain after it. A second page of equal content is not added."""
         match = self._page_of.get((chain, tokens))
@@ -74,10 +80,14 @@ class PageAllocator:
             raise ValueError(f"page {page} has no reference to release")
         self.ref_counts[page] -= 1
         if self.ref_counts[page] == 0:
-            if page in self._content_of:
-                self._evictable[page] = None
-            else:
+            if page not in self._content_of:
                 self._free.append(page)
+                return
+            self._evictable[page] = None
+            if len(self._evictable) > self._most_unused:
+                oldest, _ = self._evictable.popitem(last=False)
+                self._unregister(oldest)
+                self._free.append(oldest)
 
     def unregister(self, page: int) -> None:
         """Removes a page that is in use from the lookup, since its contents are not valid."""

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.config import EngineConfig
 from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
@@ -18,6 +19,9 @@ from lockstep.model.adapters import Adapter
 from lockstep.ops.vocabulary import Whole
 from lockstep.parallel.tensor_group import tensor_group_of
 from lockstep.parallel.vocabulary import ShardedSampler
+
+KEPT = 0.25
+"""Memory of the states that the prefix cache keeps, as a fraction of that of keys and values."""
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
@@ -32,6 +36,33 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
         )
     sizes, form = (shape.num_layers - shape.num_delta, num_pages, heads, shape.head_dim), shape.precision.cache
     return ops.KVCache(*sizes, model.dtype, model.device, values, form)
+
+
+def delta_sizes(model: Decoder) -> ops.DeltaSizes | None:
+    """Of the delta networks' heads of this rank; None if the model has none."""
+    sizes, group = model.config.delta, tensor_group_of(model)
+    if sizes is None or not model.config.num_delta:
+        return None
+    heads = (sizes.key_heads, sizes.value_heads)
+    if group is not None:
+        heads = (heads[0] // dist.get_world_size(group), heads[1] // dist.get_world_size(group))
+    return ops.DeltaSizes(model.config.num_delta, *heads, sizes.key_dim, sizes.value_dim, sizes.width)
+
+
+def make_delta_cache(
+    model: Decoder, config: EngineConfig, keys: ops.KVCache, drafts: int
+) -> tuple[ops.DeltaCache | None, int]:
+    """A cache for the states of the delta networks, if there are any, and how many states without users it has room
+    for: with a prefix cache, at least one, and as many as take `KEPT` of the memory of the keys and values.
+
+    drafts: the most draft tokens per sequence and step.
+    """
+    if (sizes := delta_sizes(model)) is None:
+        return None, 0
+    kept = max(1, int(KEPT * keys.nbytes) // sizes.entry_nbytes(model.dtype)) if config.prefix_cache else 0
+    # In a step, a sequence reads one entry and writes another.
+    entries, drafts = 2 * config.max_sequences + kept, min(drafts, ops.CHUNK)
+    return ops.DeltaCache(sizes, entries, config.max_sequences, model.dtype, model.device, drafts), kept
 
 
 def sampler_of(model: Decoder) -> Any:
@@ -57,9 +88,10 @@ class Decoded(NamedTuple):
 class Runner:
     """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
-    def __init__(self, model: Decoder, cache: ops.KVCache):
+    def __init__(self, model: Decoder, cache: ops.KVCache, delta_cache: ops.DeltaCache | None = None):
         self.model = model
         self.cache = cache
+        self.delta_cache = delta_cache
         self.sampler = sampler_of(model)
         self.vocabulary = Whole(model.config.vocab_size) if self.sampler is ops else self.sampler.part
         """The part of the vocabulary that this rank has the logits of."""
@@ -92,6 +124,23 @@ class Runner:
 
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:
         """The hidden state of every row; `batch` is on the model's device."""
-        attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
+        lengths = batch.query_lengths, batch.context_lengths
+        attention = ops.PagedAttention(self.cache, batch.block_table, *lengths, self.delta_step(batch.states))
         with adapted(batch.adapted):
             return self.model(batch.tokens, batch.positions, attention)
+
+    def delta_step(self, states: Int[Tensor, "3 sequences"]) -> ops.DeltaStep | None:
+        """Where the sequences have their states, if the model has delta networks."""
+        return None if self.delta_cache is None else ops.DeltaStep(self.delta_cache, *states)
+
+    def has_delta_drafts(self, batch: StepBatch) -> bool:
+        """Whether a delta network reads several rows of a sequence, which a recorded step reads as if each were of
+        another one."""
+        return self.delta_cache is not None and batch.tokens.shape[0] > batch.block_table.shape[0]
+
+    def copy(self, batch: StepBatch) -> None:
+        """Makes the copies of what this step has computed."""
+        if batch.copies:
+            self.cache.copy_pages(batch.copies)
+            if self.delta_cache is not None:
+                self.delta_cache.copy_slots(batch.slot_copies)

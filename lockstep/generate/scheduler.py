@@ -4,39 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from lockstep.config import EngineConfig
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.pages import ROOT, PageAllocator
 from lockstep.generate.sequence import Sequence
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens [start, start + count) of a sequence, computed in this step, and draft tokens after them."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    draft_tokens: list[int] = field(default_factory=list)
-    """Only if the sequence is sampled."""
-    copies: tuple[tuple[int, int], ...] = ()
-    """(source, target) pages, if the last chunk with rows before this one ends a sequence of the same tokens. This
-    chunk then has no rows: its pages are copied from that sequence's, and it is sampled from that chunk's last row."""
-
-    @property
-    def rows(self) -> int:
-        return self.count + len(self.draft_tokens)
-
-    @property
-    def tokens(self) -> list[int]:
-        known = self.sequence.tokens[self.start : self.start + self.count]
-        return known + self.draft_tokens if self.draft_tokens else known
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether this step samples the sequence's next token; valid until the step appends it."""
-        return self.start + self.count == len(self.sequence.tokens)
+from lockstep.generate.states import States
+from lockstep.ops import CHUNK, NO_STATE
 
 
 class Scheduler:
@@ -45,11 +19,16 @@ class Scheduler:
     A step takes first the sequences that only need their next token, then those whose prompt is partly computed, then
     waiting ones. If pages run out, the newest sequence not yet part of the step is preempted: its pages are freed, and
     it goes to the front of the waiting queue; the keys of its prompt and sampled tokens are recomputed later.
+
+    With delta networks, a sequence can share pages only up to a boundary whose state is kept. States are kept at a
+    prompt's last boundary, and at the last boundary of the pages that a sequence finds but cannot share for want of a
+    state: its branch, where its chunk ends for that reason.
     """
 
-    def __init__(self, config: EngineConfig, allocator: PageAllocator, page_size: int):
+    def __init__(self, config: EngineConfig, allocator: PageAllocator, page_size: int, states: States):
         self.config = config
         self.allocator = allocator
+        self.states = states
         self.page_size = page_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -60,6 +39,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; the pages they fill are allocated and registered."""
+        self.states.end_step()
         chunks: list[Chunk] = []
         last: Chunk | None = None
         """The last chunk with rows."""
@@ -70,26 +50,28 @@ class Scheduler:
         for sequence in decoding + filling:
             if budget == 0:
                 break
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = self._count(sequence, budget)
             if sequence.slot >= 0 and self._make_room(sequence, count, scheduled):
                 chunks.append(last := self._take(sequence, count))
                 scheduled.add(id(sequence))
                 budget -= count
         while self.waiting and budget and len(self.running) < self.config.max_sequences:
             sequence = self.waiting[0]
-            self._share_prefix(sequence)
+            # A chunk that ends its sequence completes the keys in its pages.
+            is_copy = last is not None and last.is_sampled and _is_copy(sequence, last.sequence)
+            source = last if is_copy and self.config.prefix_cache else None
+            self._share_prefix(sequence, source)
             missing = self._pages_for(len(sequence.tokens)) - len(sequence.pages)
-            if missing > self.allocator.num_free:
-                self._release_pages(sequence)
+            if missing > self.allocator.num_free or self._awaits_state(sequence):
+                self._release(sequence)
                 break
             self.waiting.popleft()
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
-            # As there is budget left, `last` ends its sequence: this step completes the keys in its pages.
-            if self.config.prefix_cache and last is not None and _is_copy(sequence, last.sequence):
-                chunks.append(self._take_copy(sequence, last, scheduled))
+            if source is not None:
+                chunks.append(self._take_copy(sequence, source, scheduled))
             else:
-                count = min(len(sequence.tokens) - sequence.computed, budget)
+                count = self._count(sequence, budget)
                 self._make_room(sequence, count, scheduled)
                 self.reused_tokens += sequence.computed
                 chunks.append(last := self._take(sequence, count))
@@ -101,13 +83,15 @@ class Scheduler:
         """Adds draft tokens to a chunk, as many as fit in free pages: no sequence is preempted for them."""
         sequence = chunk.sequence
         room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
-        chunk.draft_tokens = tokens[:room]
+        chunk.draft_tokens = tokens[: self.states.most_drafts(chunk, room)]
+        self.states.draft(chunk)
         missing = self._pages_for(sequence.computed + len(chunk.draft_tokens)) - len(sequence.pages)
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
 
     def accept(self, chunk: Chunk, count: int) -> None:
         """Accepts `count` of a chunk's draft tokens, whose keys are in the cache."""
         chunk.sequence.computed += count
+        self.states.accept(chunk, count)
         if self.config.prefix_cache:
             self._register_pages(chunk.sequence)
 
@@ -122,7 +106,8 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def unregister_pages(self, sequences: Iterable[Sequence]) -> None:
-        """Removes the pages of these sequences from the prefix cache."""
+        """Removes the pages of these sequences from the prefix cache. Their states cannot be found any more either:
+        the chains of other pages with the same contents are new."""
         for sequence in sequences:
             for page in sequence.pages:
                 self.allocator.unregister(page)
@@ -133,11 +118,12 @@ class Scheduler:
         Nothing of the previous state is used: an interrupt may have left it inconsistent.
         """
         self.allocator.reset()
+        self.states.reset()
         self.running = []
         self.waiting = deque(unfinished)
         for sequence in self.waiting:
-            sequence.pages, sequence.chain, sequence.slot = [], ROOT, -1
-            sequence.computed = sequence.registered_pages = 0
+            sequence.pages, sequence.slot, sequence.state = [], -1, NO_STATE
+            self._set_start(sequence, 0, ROOT)
             if (scores := sequence.prompt_scores) is not None and not scores.complete:
                 scores.clear()
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
@@ -167,22 +153,34 @@ class Scheduler:
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
         return True
 
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """How many of the sequence's tokens the next chunk takes: up to its branch, if a step would go beyond it."""
+        stop = min(len(sequence.tokens), sequence.computed + budget)
+        if sequence.computed < sequence.branch <= stop - CHUNK:
+            stop = sequence.branch
+        return stop - sequence.computed
+
     def _take(self, sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(sequence, sequence.computed, count)
         sequence.computed += count
+        self.states.advance(chunk)
         if self.config.prefix_cache:
             self._register_pages(sequence)
+            boundary, last = (tokens // CHUNK * CHUNK for tokens in (sequence.computed, sequence.prompt_length))
+            if chunk.written != NO_STATE and boundary in (sequence.branch, last):
+                self.states.keep(sequence)
         return chunk
 
     def _take_copy(self, sequence: Sequence, source: Chunk, scheduled: set[int]) -> Chunk:
         first = len(sequence.pages)
         self._make_room(sequence, len(sequence.tokens) - sequence.computed, scheduled)
+        self.states.fork(source.sequence, sequence)
         self.reused_tokens += len(sequence.tokens)
         sequence.computed = len(sequence.tokens)
         # The source may have more pages, allocated for drafts.
         copies = tuple(zip(source.sequence.pages[first:], sequence.pages[first:], strict=False))
         # Its full pages are registered in its next step: in this one others would read them before they are filled.
-        return Chunk(sequence, sequence.computed, 0, copies=copies)
+        return Chunk(sequence, sequence.computed, 0, copies=copies, copied_slot=source.sequence.slot)
 
     def _register_pages(self, sequence: Sequence) -> None:
         size = self.page_size
@@ -191,10 +189,17 @@ class Scheduler:
             tokens = tuple(sequence.tokens[start : start + size])
             sequence.chain = self.allocator.register(sequence.pages[sequence.registered_pages], sequence.chain, tokens)
             sequence.registered_pages += 1
+            if sequence.registered_pages * size % CHUNK == 0:
+                sequence.boundary_chain = sequence.chain
 
-    def _share_prefix(self, sequence: Sequence) -> None:
-        """Shares registered pages that contain the sequence's first tokens; the last token is always computed."""
+    def _share_prefix(self, sequence: Sequence, source: Chunk | None) -> None:
+        """Shares registered pages that contain the sequence's first tokens; the last token is always computed.
+
+        With delta networks, only up to a state, unless the sequence is to be a copy of the source's.
+        """
         size, sequence.chain = self.page_size, sequence.root
+        chains = [sequence.root]
+        """After the pages up to each boundary."""
         while self.config.prefix_cache and (sequence.registered_pages + 1) * size <= sequence.shareable:
             start = sequence.registered_pages * size
             shared = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
@@ -204,6 +209,37 @@ class Scheduler:
             sequence.pages.append(page)
             sequence.registered_pages += 1
             sequence.computed = sequence.registered_pages * size
+            if sequence.computed % CHUNK == 0:
+                chains.append(sequence.chain)
+        sequence.boundary_chain = chains[-1]
+        if self.states.exist and source is None:
+            self._share_state(sequence, chains)
+
+    def _share_state(self, sequence: Sequence, chains: list[int]) -> None:
+        """Shares the last state that is kept, and only the pages up to it."""
+        found = len(chains) - 1
+        shared = next((n for n in range(found, 0, -1) if self.states.share(sequence, chains[n])), 0)
+        first = shared * CHUNK // self.page_size
+        for page in reversed(sequence.pages[first:]):
+            self.allocator.release(page)
+        del sequence.pages[first:]
+        self._set_start(sequence, shared * CHUNK, chains[shared])
+        if found > shared:
+            sequence.branch, sequence.branch_chain = found * CHUNK, chains[found]
+
+    def _awaits_state(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute the state at this one's branch, which it can share later."""
+        chain = sequence.branch_chain
+        return chain != ROOT and (
+            self.states.is_written(chain)
+            or any(s.branch_chain == chain and s.computed < s.branch for s in self.running)
+        )
+
+    def _set_start(self, sequence: Sequence, computed: int, chain: int) -> None:
+        """Sets what follows from the pages and the state that a sequence starts from."""
+        sequence.computed, sequence.registered_pages = computed, computed // self.page_size
+        sequence.chain = sequence.boundary_chain = chain
+        sequence.branch, sequence.branch_chain = 0, ROOT
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -215,17 +251,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
-        self._release_pages(sequence)
+        self._release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _release_pages(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
+        """Releases the sequence's pages and its state."""
         # The last page first, so that the end of a chain is evicted before its beginning.
         for page in reversed(sequence.pages):
             self.allocator.release(page)
         sequence.pages = []
-        sequence.computed = sequence.registered_pages = 0
-        sequence.chain = ROOT
+        self.states.release(sequence)
+        self._set_start(sequence, 0, ROOT)
 
 
 def _is_copy(sequence: Sequence, other: Sequence) -> bool:

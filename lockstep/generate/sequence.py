@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.generate.pages import ROOT
 from lockstep.generate.sampling_params import Completion, FinishReason, PromptScores, SamplingParams
+from lockstep.ops import NO_STATE
 
 if TYPE_CHECKING:
     from lockstep.data import StreamDecoder
@@ -48,6 +49,14 @@ class Sequence:
     chain: int = ROOT
     """Identifies the contents of the full pages so far."""
     registered_pages: int = 0
+    state: int = NO_STATE
+    """The entry at the last boundary (`ops.DeltaCache`) up to `computed`, if the model has delta networks."""
+    boundary_chain: int = ROOT
+    """As `chain`, but of the full pages up to the last boundary."""
+    branch: int = 0
+    """A boundary whose state is kept, since another sequence parts from this one's tokens after it; 0: none."""
+    branch_chain: int = ROOT
+    """The chain of the pages up to it."""
     slot: int = -1
     """Row of the engine's arrays while it runs; -1: none."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lockstep.generate.scheduler import Chunk
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.sequence import Sequence
 
 

@@ -41,8 +41,14 @@ class StepGraphRunner(Runner):
     when a weight has moved or cannot be packed into the same memory.
     """
 
-    def __init__(self, model: Decoder, cache: ops.KVCache, weights: ops.PackedWeights):
-        super().__init__(model, cache)
+    def __init__(
+        self,
+        model: Decoder,
+        cache: ops.KVCache,
+        weights: ops.PackedWeights,
+        delta_cache: ops.DeltaCache | None = None,
+    ):
+        super().__init__(model, cache, delta_cache)
         self._weights = weights
         self.steps_before_recording = STEPS_BEFORE_RECORDING
         self._steps: dict[Kind, _Step] = {}
@@ -88,6 +94,8 @@ class StepGraphRunner(Runner):
                 del known[kind]
 
     def fits(self, rows: int) -> bool:
+        if self.delta_cache is not None:
+            return True
         power = rows <= DRAFT_ROWS and rows & (rows - 1) == 0
         return power or rows % DRAFT_ROWS == 0 or rows > self._most_rows
 
@@ -95,6 +103,8 @@ class StepGraphRunner(Runner):
         rows = batch.tokens.shape[0]
         drafts = rows > batch.block_table.shape[0]
         if not batch.decodes or rows > self._most_rows or self.model.halves is not Block:
+            return None
+        if self.has_delta_drafts(batch):
             return None
         if (drafts and int(batch.positions.max()) >= SHARED_CONTEXT) or torch.is_inference_mode_enabled():
             return None
@@ -123,7 +133,7 @@ class StepGraphRunner(Runner):
         if len(self._steps) >= MOST_RECORDED:
             del self._steps[next(iter(self._steps))]
         try:
-            step = _Step(self.model, self.cache, batch, self._weights, weights, self._arena)
+            step = _Step(self, batch, self._weights, weights, self._arena)
         except ops.Unrecordable:
             self._most_rows = 0
             return None
@@ -150,15 +160,8 @@ _version = operator.attrgetter("_version")
 class _Step:
     """A recorded step, over static buffers."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: ops.KVCache,
-        batch: StepBatch,
-        packed: ops.PackedWeights,
-        weights: Weights,
-        arena: ops.Arena,
-    ):
+    def __init__(self, runner: Runner, batch: StepBatch, packed: ops.PackedWeights, weights: Weights, arena: ops.Arena):
+        model, cache = runner.model, runner.cache
         rows, width = len(batch.tokens), min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
         table = batch.block_table.new_zeros(rows, width)
         temperature = batch.sampling[0].clone()
@@ -166,8 +169,10 @@ class _Step:
         tokens, positions, contexts = batch.tokens.clone(), batch.positions.clone(), (batch.positions + 1).int()
         # Inputs that follow from the batch alone are computed outside of the graph, with NumPy: on small tensors, each
         # of PyTorch's operators takes as long as a kernel.
-        attention = ops.PagedAttention(cache, table, None, contexts)
-        inputs = tokens, positions, contexts, attention.slots, temperature, *drawing, table
+        states = batch.states.new_zeros(3, rows)
+        attention = ops.PagedAttention(cache, table, None, contexts, runner.delta_step(states))
+        inputs = tokens, positions, contexts, attention.slots, temperature, *drawing, table, states
+        self._has_states = runner.delta_cache is not None
         self._inputs = [each.numpy() for each in inputs]
         self._rows = np.arange(rows)
         self._fill(batch)
@@ -207,7 +212,7 @@ class _Step:
         return Decoded(logits, tokens, log_probs)
 
     def _fill(self, batch: StepBatch) -> None:
-        tokens, positions, contexts, slots, temperature, inverse, uniform, table = self._inputs
+        tokens, positions, contexts, slots, temperature, inverse, uniform, table, states = self._inputs
         requested, pages, at = batch.sampling[0].numpy(), batch.table_of_rows().numpy(), batch.positions.numpy()
         if (requested != temperature).any():
             temperature[:] = requested
@@ -216,6 +221,8 @@ class _Step:
         uniform[:] = batch.sampling[-1].numpy()
         uniform[requested == 0] = -1.0
         table[:, : pages.shape[1]] = pages
+        if self._has_states:
+            states[:] = batch.states.numpy()
         tokens[:] = batch.tokens.numpy()
         positions[:] = at
         contexts[:] = at + 1

@@ -152,6 +152,8 @@ class ExpertsConfig:
             raise UserError(f"model: {active} experts per token, but the {chosen} chosen groups have {left}")
         if not self.routing.scale > 0:
             raise UserError(f"model: the experts' scale is {self.routing.scale}; it must be above 0")
+        if self.shared_gate and not self.shared_size:
+            raise UserError("model: shared_gate is of a shared expert; set shared_size, or leave it off")
 
 
 @dataclass(frozen=True)
@@ -269,12 +271,11 @@ class ModelConfig:
         self._check_latent()
         if any(self.delta_layers) and self.delta is None:
             raise UserError("model: delta_layers need the sizes of linear attention; set delta")
-
         if min(self.windows, default=0) < 0:
             raise UserError(f"model: windows are {list(self.windows)}; each must be a number of tokens, or 0 for all")
         chunks = self.reduction_chunks
         # In bfloat16, products read two features at a time.
-        cut = {"features of the heads": self.attended_features, **self.dense_sizes}
+        cut = self.mixed_features | self.dense_sizes
         wrong = [f"{name} ({size})" for name, size in cut.items() if chunks > 1 and size % (2 * chunks)]
         if chunks < 1 or chunks & (chunks - 1) or wrong:
             raise UserError(
@@ -325,6 +326,15 @@ class ModelConfig:
     def attended_features(self) -> int:
         """Features of all heads' values, which the projection back to the residual stream reads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def mixed_features(self) -> dict[str, int]:
+        """Features that the projections back to the residual stream read from attention and linear attention, by
+        name."""
+        sizes = {"features of the heads": self.attended_features} if self.num_delta < self.num_layers else {}
+        if self.num_delta and self.delta is not None:
+            sizes["features of linear attention's heads"] = self.delta.values
+        return sizes
 
     def window(self, layer: int) -> int:
         """Number of keys that a query sees in the layer; 0: all."""
@@ -406,7 +416,8 @@ class ModelConfig:
         if (latent := self.latent) is None:
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
             weights = (2 + self.attention_gate) * self.dim * queries + 2 * self.dim * keys
-            weights += (queries + 2 * keys if self.qkv_bias else 0) + (self.dim if self.output_bias else 0)
+            biases = (1 + self.attention_gate) * queries + 2 * keys
+            weights += (biases if self.qkv_bias else 0) + (self.dim if self.output_bias else 0)
             normed = {"none": 0, "all heads": queries + keys}.get(self.qk_norm, 2 * self.head_dim)
             return weights + normed + (self.num_heads if self.sinks else 0)
         queries, read = self.num_heads * (latent.nope_dim + latent.rope_dim), latent.q_rank or self.dim

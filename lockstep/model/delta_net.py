@@ -20,13 +20,14 @@ class DeltaNet(nn.Module):
         assert config.delta is not None
         self.sizes = sizes = config.delta
         self.eps = config.norm_eps
+        self.parts = (sizes.queries, sizes.queries, sizes.values)
+        """The convolution's channels."""
         projection = partial(Projection, dtype=dtype, device=device)
         if sizes.fused:
             self.in_proj_qkvz = projection(sizes.channels + sizes.values, config.dim)
             self.in_proj_ba = projection(2 * sizes.value_heads, config.dim)
         else:
-            parts = (sizes.queries, sizes.queries, sizes.values)
-            self.in_proj_qkv = projection(sizes.channels, config.dim, parts=parts)
+            self.in_proj_qkv = projection(sizes.channels, config.dim, parts=self.parts)
             self.in_proj_z = projection(sizes.values, config.dim)
             self.in_proj_b = projection(sizes.value_heads, config.dim)
             self.in_proj_a = projection(sizes.value_heads, config.dim)
@@ -55,7 +56,8 @@ class DeltaNet(nn.Module):
 
     def terms(self) -> ops.DeltaTerms:
         """The recurrence's parameters: this rank's heads."""
-        conv, rates, bias = (ops.own_part(weight) for weight in (self.conv1d.weight, self.A_log, self.dt_bias))
+        conv = ops.own_rows(self.conv1d.weight, self.parts)
+        rates, bias = (ops.own_part(weight) for weight in (self.A_log, self.dt_bias))
         heads = self.sizes.key_heads * len(rates) // self.sizes.value_heads
         return ops.DeltaTerms(conv.squeeze(1), rates, bias, heads, self.sizes.key_dim)
 

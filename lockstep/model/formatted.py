@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lockstep.model.layers import Projection
+from lockstep.model.layers import Projection, is_narrow
 from lockstep.model.moe import ClampedExperts, StackedWeight
 
 
@@ -38,8 +38,10 @@ class FormattedWeight(NamedTuple):
 
 
 def formatted_weights(model: nn.Module) -> Iterator[tuple[str, FormattedWeight]]:
-    """Of a model's or a block's layers, by name."""
+    """Of a model's or a block's layers, by name; without narrow ones, which published quantized folders keep too."""
     for name, module in model.named_modules():
+        if is_narrow(name):
+            continue
         if isinstance(module, Projection | StackedWeight):
             yield name, FormattedWeight(module, "weight", module, "precision")
         elif isinstance(module, ClampedExperts):

@@ -29,8 +29,8 @@ from lockstep.ops.elementary import logarithm, polynomial
 BLOCK = 1 << 16
 """Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn separately."""
 
-RATE = 0.01
-"""The least rate of decay of a fresh delta network."""
+RATES = 0.01, 16.0
+"""The least and the greatest rate of decay of a fresh delta network."""
 CENTRE = (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01)
 CENTRE_BELOW = (1.0, 1.7895169469e01, 7.8757757664e01, 6.7187563600e01)
 TAIL = (1.4234372777e00, 2.7568153900e00, 1.3067284816e00, 1.7023821103e-01)
@@ -88,17 +88,21 @@ def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bo
 
 
 def _begin_recurrence(name: str, local: Tensor, place: tuple[slice, ...], seed: int) -> bool:
-    """Initializes a parameter of a delta network other than its projections; False for these. As in transformers, rates
-    are uniform between 0 and 16, step biases and the norm's factors 1; the convolution is uniform between ±1/√width."""
+    """Initializes a parameter of a delta network other than its projections; False for these.
+
+    As in transformers, rates are uniform between `RATES`, step biases and the norm's factors 1. The convolution
+    is uniform between ±1/√width, as PyTorch begins one: with the deviation of 0.02 of the other weights, outputs would
+    be so small that the epsilon of the norm after them weakens them.
+    """
     if name.endswith((".dt_bias", ".norm.weight")):
         local.fill_(1.0)
     elif name.endswith(".conv1d.weight"):
         width = local.shape[-1]
         _draw(local[:, 0], (place[0], place[2]), width, 2 / math.sqrt(width), f"{seed}/{name}", uniform)
     elif name.endswith(".A_log"):
-        rates = torch.empty(len(local), 1)
-        _draw(rates, (place[0], slice(0, 1)), 1, 16.0, f"{seed}/{name}", uniform)
-        local.copy_((rates[:, 0] + 8.0).clamp(min=RATE).log())
+        rates = torch.empty(len(local), 1, dtype=torch.float64)
+        _draw(rates, (place[0], slice(0, 1)), 1, RATES[1] - RATES[0], f"{seed}/{name}", uniform)
+        local.copy_(torch.from_numpy(logarithm(rates[:, 0].numpy() + sum(RATES) / 2)))
     else:
         return False
     return True

@@ -19,9 +19,10 @@ from lockstep.errors import UserError
 from lockstep.model.decoder import Decoder
 
 MOVED = {
-    "_to_copy", "cat", "clone", "constant_pad_nd", "copy_", "detach", "embedding", "empty", "empty_like", "expand",
-    "full", "gather", "index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor",
-    "select", "slice", "split_with_sizes", "stack", "transpose", "unbind", "unsqueeze", "view", "zeros",
+    "_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_", "detach", "embedding", "empty",
+    "empty_like", "expand", "full", "gather", "index", "index_select", "lift_fresh", "new_empty", "new_full",
+    "new_zeros", "scalar_tensor", "select", "slice", "split_with_sizes", "squeeze", "stack", "transpose", "unbind",
+    "unsqueeze", "view", "zeros",
 }  # fmt: skip
 """Operators that copy values, or create constant ones."""
 ELEMENTWISE = {"abs", "add", "ceil", "mul", "reciprocal", "sub", "where"}

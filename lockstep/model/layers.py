@@ -14,6 +14,8 @@ from lockstep.model.adapted_rows import adapted_rows
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.stored import is_score_head
 
+NARROW = (".in_proj_a", ".in_proj_b", ".in_proj_ba")
+
 
 class Weight(nn.Module):
     """A parameter that an operator of `ops` reads, with Hugging Face's names: `….weight`, and `….bias`."""
@@ -219,11 +221,18 @@ def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
             yield name, module
 
 
+def is_narrow(name: str) -> bool:
+    """Whether a layer has one or two outputs per head of linear attention, for its strengths and decays."""
+    return name.endswith(NARROW)
+
+
 def refuse_rank(rank: int, name: str, layer: Projection) -> None:
-    """Raises UserError for a rank larger than the layer's matrix."""
+    """Raises UserError for a rank larger than the layer's matrix; narrow ones have the rank of the others, as in
+    `peft`."""
     outputs, inputs = layer.weight.shape
-    if not 1 <= rank <= min(outputs, inputs):
+    most = inputs if is_narrow(name) else min(outputs, inputs)
+    if not 1 <= rank <= most:
         raise UserError(
-            f"lora.rank is {rank}, but {name} is {outputs} x {inputs}; give 1 to {min(outputs, inputs)}, or leave the "
-            "layer out of lora.targets"
+            f"lora.rank is {rank}, but {name} is {outputs} x {inputs}; give 1 to {most}, or leave the layer out of "
+            "lora.targets"
         )

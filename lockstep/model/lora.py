@@ -31,7 +31,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
             )
         chosen |= matching
     if not chosen:
-        raise UserError("lora.targets is empty; name the layers to adapt, such as *_proj")
+        raise UserError("lora.targets is empty; name the layers to adapt, such as *_proj*")
     for name in chosen:
         refuse_rank(rank, name, layers[name])
     return Lora(rank, float(alpha), tuple(name for name in layers if name in chosen))

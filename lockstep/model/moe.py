@@ -63,19 +63,34 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted experts of each token, and the shared one if there is one."""
+    """The weighted experts of each token, and the shared one if there is one, by its family's name."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
         assert config.experts is not None
         self.gate = Router(config, dtype, device)
         self.experts = Experts(config, dtype, device)
-        self.shared_experts: FeedForward | None = None
-        if config.experts.shared_size:
-            self.shared_experts = FeedForward(config, dtype, device, config.experts.shared_size)
+        self.is_shared_gated = config.experts.shared_gate
+        if not config.experts.shared_size:
+            return
+        shared = FeedForward(config, dtype, device, config.experts.shared_size)
+        if self.is_shared_gated:
+            self.shared_expert = shared
+            self.shared_expert_gate = Weight(1, config.dim, dtype=dtype, device=device)
+        else:
+            self.shared_experts = shared
+
+    @property
+    def shared(self) -> Callable[[Tensor], Tensor] | None:
+        """The feed-forward of all tokens."""
+        return self._gated if self.is_shared_gated else getattr(self, "shared_experts", None)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        # Over tensor ranks, `x` has all rows; the logits and the expert's outputs are those of this rank's share.
+        return ops.row_gate(ops.router_logits(x, self.shared_expert_gate.weight), self.shared_expert(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x, *self.gate(x), self.shared_experts)
+        out: Tensor = self.experts(x, *self.gate(x), self.shared)
         return out
 
 

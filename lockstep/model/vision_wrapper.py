@@ -12,6 +12,10 @@ from lockstep.errors import UserError
 
 TEXT, QUANTIZATION, TIED = "text_config", "quantization_config", "tie_word_embeddings"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OF_OTHER_PARTS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+"""Keys of `text_config` for layers whose tensors are kept like the vision tower's."""
+OF_AXES = ("mrope_section", "mrope_interleaved")
+"""Keys of the rotary embedding's table that matter only for the positions of images."""
 
 
 class Wrapper(NamedTuple):
@@ -23,6 +27,8 @@ class Wrapper(NamedTuple):
     """`model_type` of the language model if `text_config` has none."""
     only: bool
     """Whether it is this one whatever `text_config` says."""
+    tied: bool = True
+    """`tie_word_embeddings` if it is missing."""
 
     @property
     def architectures(self) -> tuple[str, str]:
@@ -32,6 +38,8 @@ class Wrapper(NamedTuple):
 WRAPPERS = {
     "gemma3": Wrapper("Gemma3", "gemma3_text", only=True),
     "mistral3": Wrapper("Mistral3", "mistral", only=False),
+    "qwen3_5": Wrapper("Qwen3_5", "qwen3_5_text", only=True, tied=False),
+    "qwen3_5_moe": Wrapper("Qwen3_5Moe", "qwen3_5_moe_text", only=True, tied=False),
 }
 """By `model_type`."""
 
@@ -44,9 +52,9 @@ def is_wrapper(values: dict[str, Any]) -> bool:
 def text_settings(values: dict[str, Any], where: str) -> tuple[dict[str, Any], str]:
     """The settings of the language model, and their place for errors; of any other `config.json`, all of it.
 
-    As in transformers: tokens in the outer settings take precedence, the outer `tie_word_embeddings` decides and is
-    true if it is missing, and the outer `quantization_config` is for all weights. Raises UserError without settings of
-    a language model, and for one of an unknown kind in an unknown wrapper.
+    As in transformers: tokens in the outer settings take precedence, the outer `tie_word_embeddings` decides and has
+    the class's default if it is missing, and the outer `quantization_config` is for all weights. Raises UserError
+    without settings of a language model, and for one of an unknown kind in an unknown wrapper.
     """
     if not is_wrapper(values):
         return values, where
@@ -59,7 +67,7 @@ def text_settings(values: dict[str, Any], where: str) -> tuple[dict[str, Any], s
     if wrapper is not None and (wrapper.only or kind is None):
         kind = wrapper.text_type
     outer = {key: values[key] for key in (*TOKENS, QUANTIZATION) if values.get(key) not in (None, {})}
-    tied = values.get(TIED, True)
+    tied = values.get(TIED, wrapper is None or wrapper.tied)
     decided = {"model_type": kind, "architectures": None, TIED: False if tied is None else tied}
     return text | outer | decided, f"{where}: {TEXT}"
 
@@ -81,8 +89,18 @@ def refuse_other_wrapper(values: dict[str, Any], where: str) -> None:
 
 
 def with_text_settings(values: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """The wrapper's `config.json` with other settings of its language model, whose weights are not quantized."""
+    """The wrapper's `config.json` with other settings of its language model, whose weights are not quantized. Keys
+    that only the other parts use are kept."""
     outer = {key: value for key, value in values.items() if key != QUANTIZATION}
     outer |= {key: text[key] for key in ("dtype", "torch_dtype", TIED)}
     outer |= {key: text[key] for key in TOKENS if key in values}
-    return outer | {TEXT: {key: value for key, value in text.items() if key != "architectures"}}
+    before = values.get(TEXT) or {}
+    kept = {key: before[key] for key in OF_OTHER_PARTS if key in before}
+    if axes := {key: value for key, value in _rotation(before).items() if key in OF_AXES}:
+        kept["rope_parameters"] = text["rope_parameters"] | axes
+    return outer | {TEXT: {key: value for key, value in text.items() if key != "architectures"} | kept}
+
+
+def _rotation(text: dict[str, Any]) -> dict[str, Any]:
+    """The table of the rotary embedding, which is where transformers looks for it."""
+    return text.get("rope_scaling") or text.get("rope_parameters") or {}

@@ -41,12 +41,16 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
     Each weight of a matrix product costs 2 FLOPs per token forward and 4 backward, or 2 backward if an adapter is
     trained instead; the adapter's FLOPs, about a hundredth, are not counted. Causal attention adds its two products
-    over the pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
+    over the pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs). Linear attention adds,
+    per token and head, three products with the state: what it has for the key, its update, and the output.
     """
     lengths = list(lengths)
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    pairs = sum(_pairs(n, config.window(layer)) for layer in range(config.num_layers) for n in lengths)
+    layers = [layer for layer in range(config.num_layers) if not config.is_delta(layer)]
+    pairs = sum(_pairs(n, config.window(layer)) for layer in layers for n in lengths)
     attention = 12 * config.num_heads * config.head_dim * pairs
+    if config.delta is not None:
+        attention += 18 * config.num_delta * config.delta.values * config.delta.key_dim * sum(lengths)
     each = 6 if config.lora is None else 4
     return each * (config.num_active_parameters - embedding) * sum(lengths) + attention
 

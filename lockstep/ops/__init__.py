@@ -19,7 +19,7 @@ from lockstep.ops.experts import clamped_experts, combine, dispatch, experts, or
 from lockstep.ops.first_calls import call_once
 from lockstep.ops.float8_products import float8_linear
 from lockstep.ops.formats import FORMATS, NONE, Format, formatted_linear
-from lockstep.ops.forms import FORMS, own_part
+from lockstep.ops.forms import FORMS, own_part, own_rows
 from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.head_terms import HeadTerms
 from lockstep.ops.heads import head_linear
@@ -36,6 +36,7 @@ from lockstep.ops.packed_weights import FEW_ROWS, PackedWeight, PackedWeights
 from lockstep.ops.rotary import rotary
 from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
+from lockstep.ops.row_gate import row_gate
 from lockstep.ops.sampling import draw, draw_scaled, drawing, ranked_log_probs, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.softcap import softcap
@@ -52,9 +53,9 @@ __all__ = [
     "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul",
     "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
     "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "parts_of", "ranked_log_probs",
+    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "own_rows", "parts_of", "ranked_log_probs",
     "recorded_routes", "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits",
-    "sample", "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares",
+    "row_gate", "sample", "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares",
     "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
 ]  # fmt: skip
 

@@ -147,7 +147,7 @@ def _gated(
 
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        if name in KERNELS and (native.usable(gate) or cuda.usable(gate)):
+        if native.usable(gate) or cuda.usable(gate):
             return _kernel(name, gate, up)
         return plain_form(gate.float(), up.float()).to(gate.dtype)
 
@@ -155,7 +155,7 @@ def _gated(
         grad: Tensor, gate: Tensor, up: Tensor, needed: tuple[bool, bool] = (True, True)
     ) -> tuple[Tensor, Tensor]:
         gate, up = gate.contiguous(), up.contiguous()
-        if name in KERNELS and (native.usable(gate) or cuda.usable(gate)):
+        if native.usable(gate) or cuda.usable(gate):
             return _kernel_gradients(name, grad, gate, up)
         of_gate, of_up = plain_slopes(gate.float(), up.float())
         return (grad.float() * of_gate).to(gate.dtype), (grad.float() * of_up).to(up.dtype)
@@ -214,7 +214,6 @@ def _sigmoid_slopes(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return up * sigmoid * (1 - sigmoid), sigmoid
 
 
-KERNELS = ("clamped_swiglu", "gelu_mul")
 _sigmoid_mul = _gated("sigmoid_mul", _sigmoid_form, _sigmoid_slopes)
 _clamped_swiglu = _gated("clamped_swiglu", _clamped_form, _clamped_slopes)
 _gelu_mul = _gated("gelu_mul", _gelu_form, _gelu_slopes)

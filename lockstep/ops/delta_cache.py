@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops import cuda, native
+from lockstep.ops.delta import has_kernels, kernel_inputs, kernel_sizes
 from lockstep.ops.delta_reference import CHUNK, DeltaTerms, OpenChunk, Rows, empty_state, extend, next_state, rows_of
 from lockstep.ops.zeros_on_demand import zeros_on_demand
 
@@ -34,6 +36,11 @@ class DeltaSizes(NamedTuple):
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def entry_nbytes(self, dtype: torch.dtype) -> int:
+        """Of one state with its inputs, which have this dtype, in all layers."""
+        state = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return self.layers * (state + (self.width - 1) * self.channels * dtype.itemsize)
 
 
 class DeltaCache:
@@ -74,8 +81,11 @@ class DeltaCache:
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """One layer's states, their inputs, and the slots' keys, updates, decays and inputs."""
-        tensors = (self.states, self.state_inputs, self.keys, self.updates, self.decays, self.inputs)
-        return tuple(each[index] for each in tensors)
+        return tuple(each[index] for each in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All layers' states, their inputs, and the slots' keys, updates, decays and inputs."""
+        return [self.states, self.state_inputs, self.keys, self.updates, self.decays, self.inputs]
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the open chunks of slots in all layers. copies: (source, target)."""
@@ -84,9 +94,8 @@ class DeltaCache:
             rows.index_copy_(1, targets, rows.index_select(1, sources))
 
     @property
-    def entry_nbytes(self) -> int:
-        """Of one state with its inputs, in all layers."""
-        return (self.states.nbytes + self.state_inputs.nbytes) // max(1, self.entries)
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors())
 
 
 class DeltaStep(NamedTuple):
@@ -116,6 +125,13 @@ def paged_delta(
     starts: the first row of each sequence, int32, and the end of the last one's. contexts: tokens of each sequence
     after this step, int32. Rows after those of all sequences are padding.
     """
+    if cuda.usable(mixed):
+        from lockstep.ops.cuda import delta as kernels
+
+        places = kernels.Places(starts, contexts, step.slots, step.reads, step.writes)
+        return kernels.paged(mixed, b, a, terms, places, kernels.Kept(*step.cache.layer(layer)))
+    if has_kernels(mixed, b, a, terms):
+        return _native_paged(mixed, b, a, terms, layer, step, starts, contexts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     columns = (starts[:-1], starts[1:], contexts, step.slots, step.reads, step.writes)
     for start, stop, context, slot, read, write in zip(*(column.tolist() for column in columns)):
@@ -123,6 +139,26 @@ def paged_delta(
         if stop > start:
             views = _SlotViews(step.cache, layer, slot, read)
             out[span] = _extend_sequence(mixed[span], b[span], a[span], terms, views, first, write)
+    return out
+
+
+def _native_paged(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    terms: DeltaTerms,
+    layer: int,
+    step: DeltaStep,
+    starts: Tensor,
+    contexts: Tensor,
+) -> Tensor:
+    cache = step.cache
+    out = mixed.new_empty(len(mixed), terms.value_heads, terms.value_dim)
+    places = (x.to(torch.int32).contiguous() for x in (starts, contexts, step.slots, step.reads, step.writes))
+    native.call(
+        "paged_delta", mixed.dtype, *kernel_inputs(mixed, b, a, terms), out, *cache.layer(layer), *places,
+        len(contexts), len(mixed), *kernel_sizes(terms), cache.chunks, cache.kept,
+    )  # fmt: skip
     return out
 
 

@@ -37,6 +37,30 @@ class DeltaTerms(NamedTuple):
     def value_dim(self) -> int:
         return (self.conv.shape[0] - 2 * self.key_heads * self.key_dim) // self.value_heads
 
+    def of_heads(self, heads: slice) -> DeltaTerms:
+        """Of some key heads, with their value heads. heads: `start` and `stop` within their number."""
+        count, per_key = heads.stop - heads.start, self.value_heads // self.key_heads
+        parts = self.conv.split(self.parts)
+        widths = self.key_dim, self.key_dim, per_key * self.value_dim
+        conv = torch.cat([part[heads.start * width : heads.stop * width] for part, width in zip(parts, widths)])
+        values = slice(heads.start * per_key, heads.stop * per_key)
+        return DeltaTerms(conv, self.log_rates[values], self.step_bias[values], count, self.key_dim)
+
+    def rows_of_heads(self, mixed: Tensor, b: Tensor, a: Tensor, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What `of_heads` reads of these rows."""
+        per_key = self.value_heads // self.key_heads
+        widths = self.key_dim, self.key_dim, per_key * self.value_dim
+        parts = zip(mixed.split(self.parts, 1), widths)
+        values = slice(heads.start * per_key, heads.stop * per_key)
+        own = torch.cat([part[:, heads.start * width : heads.stop * width] for part, width in parts], 1)
+        return own, b[:, values].contiguous(), a[:, values].contiguous()
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Channels of all queries, keys and values."""
+        of_keys = self.key_heads * self.key_dim
+        return of_keys, of_keys, self.conv.shape[0] - 2 * of_keys
+
 
 class Rows(NamedTuple):
     """What the recurrence reads, float32, head by head."""

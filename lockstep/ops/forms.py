@@ -7,6 +7,7 @@ DTensor disables it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,3 +20,10 @@ def own_part(weight: Tensor) -> Tensor:
     """This process's part of a sharded weight, with a gradient; a plain weight itself."""
     form = FORMS.get(type(weight))
     return weight if form is None else form.own_part(weight)
+
+
+def own_rows(weight: Tensor, parts: Sequence[int]) -> Tensor:
+    """This process's rows of each of the consecutive `parts` of a weight that every process has all of, with a
+    gradient; a plain weight itself."""
+    form = FORMS.get(type(weight))
+    return weight if form is None else form.own_rows(weight, parts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lockstep.ops.attention import in_triton
@@ -66,10 +67,14 @@ class SharedPrefixAttention:
 
     def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> Tensor:
         """Computes shared rows again for each sequence that omits them, from the same inputs."""
-        keys, whole = self._on_host.keys, self.pieces.whole
-        mixed, b, a = (x.index_select(0, keys) for x in (mixed, b, a))
-        out = delta(mixed, b, a, terms, whole.starts)
-        return out.index_select(0, self._on_host.packed)
+        rows = len(mixed)
+        mixed, b, a = (_RowsOfKeys.apply(x, self) for x in (mixed, b, a))
+        out = delta(mixed, b, a, terms, self.pieces.whole.starts)
+        if in_triton(out, out):
+            plan = self._on_device
+            return torch.where(plan.is_row[:, None, None], out.index_select(0, plan.packed), 0.0)
+        packed = self._on_host.packed
+        return F.pad(out.index_select(0, packed), (0, 0, 0, 0, 0, rows - len(packed)))
 
     def forward(
         self,
@@ -86,14 +91,19 @@ class SharedPrefixAttention:
         k = attended.k
         keys, values = self._of_keys(k, attended.v)
         grad_q, grad_k, grad_v = self.pieces.backward(grad_out, attended._replace(k=keys, v=values), terms)
-        return grad_q, self._summed(grad_k, k), None if grad_v is None else self._summed(grad_v, k)
+        return grad_q, self.summed(grad_k, k), None if grad_v is None else self.summed(grad_v, k)
 
     def _of_keys(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The rows of all sequences' keys and values."""
-        keys = self._on_device.keys if in_triton(k, v) else self._on_host.keys
+        keys = self.rows_of_keys(in_triton(k, v))
         return k.index_select(0, keys), None if v is None else v.index_select(0, keys)
 
-    def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
+    def rows_of_keys(self, on_device: bool) -> Tensor:
+        """For every key of every sequence, the row that computes it. on_device: without reading a value on the CPU."""
+        return self._on_device.keys if on_device else self._on_host.keys
+
+    def summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
+        """Gradients of every sequence's keys, summed by the row that computes them, shaped and rounded as `like`."""
         if in_triton(like, like):
             from lockstep.ops.cuda import attention_backward
 
@@ -113,6 +123,19 @@ class SharedPrefixAttention:
     @cached_property
     def _on_device(self) -> _OnDevice:
         return _OnDevice.of(self.pieces, self.left_out, self.keys, self.tokens)
+
+
+class _RowsOfKeys(torch.autograd.Function):
+    """The rows of all sequences' keys; a row's gradient is the sum of its keys', in order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, attention: SharedPrefixAttention) -> Tensor:
+        ctx.attention, ctx.shape = attention, x.shape
+        return x.index_select(0, attention.rows_of_keys(in_triton(x, x)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.attention.summed(grads[0].float(), grads[0].new_empty(ctx.shape)), None
 
 
 class _OnHost(NamedTuple):
@@ -150,6 +173,10 @@ class _OnDevice(NamedTuple):
     """For every key of every sequence, the row that computes it; row 0 or the last for padding."""
     ends: Int[Tensor, "sequences"]
     """The end of the sequences that share with each, int32."""
+    packed: Tensor
+    """For every row, its key in the sequence that it is packed with; any key for padding."""
+    is_row: Bool[Tensor, "rows"]
+    """Whether a row is no padding."""
 
     @classmethod
     def of(cls, pieces: PieceAttention, left_out: Tensor, keys: int, rows: int) -> _OnDevice:
@@ -162,7 +189,10 @@ class _OnDevice(NamedTuple):
         position = key - first_keys[sequence]
         is_shared = position < left_out[sequence]
         row = position + torch.where(is_shared, starts[leads[sequence]], (starts[:-1] - left_out)[sequence])
-        return cls(row.clamp(0, rows - 1), ends.to(torch.int32))
+        of_row = torch.arange(rows, dtype=torch.int32, device=left_out.device)
+        home = torch.searchsorted(starts[1:].contiguous(), of_row, right=True).clamp(max=len(left_out) - 1)
+        packed = of_row + (first_keys[:-1] + left_out - starts[:-1])[home]
+        return cls(row.clamp(0, rows - 1), ends.to(torch.int32), packed.clamp(max=keys - 1), of_row < starts[-1])
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

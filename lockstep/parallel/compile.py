@@ -174,6 +174,8 @@ def _refuse_unsafe(model: Decoder) -> None:
     rotated = "rotated_features" if shape.rotated_features else "head_dim"
     widths = {"dim": shape.dim, rotated: shape.rotary_dim}
     widths |= {f"a rank's part of {name}": size // ranks for name, size in shape.dense_sizes.items()}
+    if shape.delta is not None:
+        widths["a rank's part of the values of linear attention"] = shape.delta.values // ranks
     if shape.experts is not None:
         widths["the experts' intermediate size"] = shape.experts.intermediate_size
     for name, width in widths.items():

@@ -3,7 +3,7 @@
 Every sequence is split into twice as many chunks as ranks, and each rank has one chunk from its start and one from its
 end: equally many tokens, and equally many keys to attend to. In each layer, keys and values are gathered, reordered by
 position, and attended to in the fixed blocks, so a token's bits are those of one process. Between forward and backward,
-a rank stores only its local keys and values.
+a rank stores only its local keys and values. Layers with the delta rule exchange heads instead (`context_delta`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lockstep.ops import one_order
 from lockstep.ops.attention_gradient import Attended, Gradients, attend_backward, sink_gradient
 from lockstep.ops.attention_reference import PLAIN
 from lockstep.ops.saved_outputs import saved_output
+from lockstep.parallel.context_delta import SharedTokens, delta_by_heads
 from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
@@ -109,6 +110,13 @@ class ContextAttention:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             return _GatheredAttention.apply(q, k, v, terms.sinks, self, terms._replace(sinks=None))
         return self.pieces.forward(q, *self.gather(k, v), terms)[0]
+
+    def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: ops.DeltaTerms) -> Tensor:
+        if (more := len(mixed) - self.padded_rows) > 0:
+            rows = slice(self.padded_rows)
+            return F.pad(self.delta(layer, mixed[rows], b[rows], a[rows], terms), (0, 0, 0, 0, 0, more))
+        tokens = SharedTokens(self.group, self._places, self.pieces.whole.starts)
+        return delta_by_heads(mixed, b, a, terms, tokens)
 
     def gather(
         self, k: Float[Tensor, "local kv_heads head_dim"], v: Float[Tensor, "local kv_heads head_dim"] | None

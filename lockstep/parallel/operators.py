@@ -55,6 +55,16 @@ def own_part(weight: DTensor) -> Tensor:
     return weight.to_local(grad_placements=gradients)
 
 
+def own_rows(weight: DTensor, parts: Sequence[int]) -> Tensor:
+    """This rank's share of each part's rows; the weight is whole on each rank of the tensor axis, and its gradient the
+    sum over them."""
+    local, group = own_part(weight), tensor_group(weight)
+    if group is None:
+        return local
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return torch.cat([part.chunk(ranks)[rank] for part in local.split(list(parts))])
+
+
 def place_on(tensor: DTensor, axis: str) -> Placement | None:
     """The placement of `tensor` on an axis; None if its mesh has no such axis."""
     return dict(zip(axes_of(tensor.device_mesh), tensor.placements)).get(axis)
@@ -111,12 +121,10 @@ def every_row(x: Tensor, weight: DTensor) -> Tensor:
 def fused_linear(x: Tensor, weight: DTensor, parts: Sequence[int], format: str) -> Tensor:
     """A column product with this rank's share of each part's rows; the weight is whole on each rank of the tensor axis,
     and its gradient the sum over them."""
-    local, group = own_part(weight), tensor_group(weight)
+    own, group = own_rows(weight, parts), tensor_group(weight)
     if group is None:
-        return FORMATS[format].linear(x, local, 1)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = [part.chunk(ranks)[rank] for part in local.split(list(parts))]
-    return column_product(x, torch.cat(own), format, group.group_name)
+        return FORMATS[format].linear(x, own, 1)
+    return column_product(x, own, format, group.group_name)
 
 
 def heads_norm(x: Tensor, weight: DTensor, eps: float, offset: bool) -> Tensor:

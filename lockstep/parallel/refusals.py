@@ -106,6 +106,7 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
         "key-value heads": tensor if copied else shape.num_kv_heads,
         **{FEATURES.get(name, name): size for name, size in shape.dense_sizes.items()},
         **({"experts": shape.experts.count} if shape.experts is not None else {}),
+        **({"key heads of linear attention": shape.delta.key_heads} if shape.delta is not None else {}),
     }
     if tensor > 1 and (("qkv_proj" in shape.fused and shape.qkv_bias) or (shape.fused and shape.mlp_bias)):
         yield f"{setting} {tensor} does not work with fused projections that have biases; leave it at 1"

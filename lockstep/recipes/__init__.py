@@ -53,6 +53,10 @@ FROM_SCRATCH: dict[str, Callable[[], PretrainConfig]] = {
     "qwen3_8b": partial(from_scratch, "qwen3:8b", 3e-4, "selective"),
     "qwen3_14b": partial(from_scratch, "qwen3:14b", 2e-4, "full"),
     "qwen3_32b": partial(from_scratch, "qwen3:32b", 1.5e-4, "full", tensor=8),
+    "qwen3_5_0.8b": partial(from_scratch, "qwen3_5:0.8b", 6e-4),
+    "qwen3_5_2b": partial(from_scratch, "qwen3_5:2b", 5e-4),
+    "qwen3_5_4b": partial(from_scratch, "qwen3_5:4b", 4e-4, "selective"),
+    "qwen3_5_9b": partial(from_scratch, "qwen3_5:9b", 3e-4, "selective"),
 }
 """Learning rates of the Llama family are from arXiv 2407.21783, table 3, or interpolated."""
 
@@ -76,6 +80,13 @@ def qwen3_moe_tiny_pretrain() -> PretrainConfig:
     config = gsm8k_tiny_pretrain()
     config.model, config.steps = "qwen3_moe:tiny", 200
     config.train.router_auxiliary, config.train.router_z = 0.01, 0.001
+    return config
+
+
+def qwen3_5_tiny_pretrain() -> PretrainConfig:
+    """Like gsm8k_tiny, with linear attention in three of four layers."""
+    config = gsm8k_tiny_pretrain()
+    config.model = "qwen3_5:tiny"
     return config
 
 
@@ -145,6 +156,7 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
         "tiny": tiny,
         "gsm8k_tiny": gsm8k_tiny_pretrain,
         "qwen3_moe_tiny": qwen3_moe_tiny_pretrain,
+        "qwen3_5_tiny": qwen3_5_tiny_pretrain,
         **FROM_SCRATCH,
     },
     "sft": {"chat": chat},

@@ -241,6 +241,8 @@ class _RankMemory:
         with self._fake, pretending():
             engine = Engine(model, replace(self._config.engine, cuda_graphs="none", draft="none"))
         self.add("cache of keys and values", engine.cache.nbytes)
+        if engine.delta_cache is not None:
+            self.add("states of delta networks", engine.delta_cache.nbytes)
         if self._on_cpu:
             stages = self._stages if self._keeps_copy else (SAMPLING,)
             self.add("weights in a decode step's order", _panels(model), *stages)
@@ -297,13 +299,17 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
     rows = config.max_tokens_per_step
     lengths = torch.full((sequences,), rows // sequences, dtype=torch.int32)
     lengths[: rows % sequences] += 1
-    attention = ops.PagedAttention(engine.cache, torch.zeros(sequences, 1, dtype=torch.int32), lengths, lengths.clone())
+    table, states = torch.zeros(sequences, 1, dtype=torch.int32), torch.zeros(3, sequences, dtype=torch.int32)
+    delta = engine.runner.delta_step(states)
+    attention = ops.PagedAttention(engine.cache, table, lengths, lengths.clone(), delta)
     attention.slots  # noqa: B018 - computed here from real values, before tensors have none
     drawn = min(sequences, max(1, LOGITS_ELEMENTS // model.config.vocab_size))
     with fake, pretending(), torch.no_grad():
         tokens = torch.zeros(rows, dtype=torch.int64)
         # Weights and cache are counted separately.
-        there = [local_values(tensor) for tensor in [*model.parameters(), *engine.cache.tensors()]]
+        counted = [*model.parameters(), *engine.cache.tensors()]
+        counted += engine.delta_cache.tensors() if engine.delta_cache else []
+        there = [local_values(tensor) for tensor in counted]
         with LiveMemory(there) as live:
             before = live.nbytes
             hidden = model(tokens, tokens, attention)

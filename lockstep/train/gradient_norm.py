@@ -140,7 +140,7 @@ def part_of(name: str) -> str:
     if "norm" in name:
         return "norms"
     kinds = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "feed-forward"}
-    kinds["value_head"] = "value_head"
+    kinds |= {"linear_attn": "attention", "value_head": "value_head"}
     return next((part for piece, part in kinds.items() if piece in name.split(".")), "other")
 
 

@@ -28,6 +28,9 @@ from lockstep.train.muon import muon_state, muon_update
 MATRICES = (2, 3)
 """Number of dimensions of a matrix, and of the stacked matrices of experts: what Muon trains."""
 
+FILTERS = ".conv1d.weight"
+"""Of linear attention: a filter per channel, `[channels, 1, width]`."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,9 +66,9 @@ def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[s
 def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
     if is_float32(name):
         return Settings(frozen=True)  # changed by the load, not by a gradient
-    bias = name.endswith("bias")  # experts have a row each
-    muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
-    decayed = len(shape) > 1 and not bias
+    vectors = name.endswith(("bias", FILTERS))  # of experts and of channels
+    muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not vectors
+    decayed = len(shape) > 1 and not vectors
     return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 
 

@@ -76,7 +76,7 @@ def refuse_other_vocabulary(folder: str, setting: str, model: str, tokenizer: To
 
 def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) -> Iterator[str]:
     """A message for each reason why gradients would not be summed in the order of train.deterministic_layout."""
-    yield from _key_problems(shape)
+    yield from _width_problems(shape)
     shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
     shared = [each for each in shared if not each.endswith(" 1")]
     if shared and world.device.type != "cpu":
@@ -100,6 +100,12 @@ def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) 
             f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with fused "
             f"projections ({', '.join(shape.fused)}), of which each rank has some rows of each part; switch one of "
             "them off"
+        )
+    if world.degrees["tensor"] > 1 and shape.delta is not None and not shape.delta.fused:
+        yield (
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} does not work with this "
+            "model's linear attention, whose queries, keys and values are one projection (in_proj_qkv) of which each "
+            "rank has some rows of each; use parallel.context or parallel.data_shard instead, or switch it off"
         )
     if world.degrees["tensor"] > 1 and not shape.precision.linear.startswith(("int", NONE)):
         yield (
@@ -125,13 +131,20 @@ def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) 
         )
 
 
-def _key_problems(shape: ModelConfig) -> Iterator[str]:
-    """Key features that cannot be divided into the parts that their gradient is summed in."""
-    chunks, keys = shape.reduction_chunks, shape.num_kv_heads * shape.head_dim
-    # In bfloat16, a product reads two features at once.
-    if shape.latent is None and chunks > 1 and keys % (2 * chunks):
-        yield (
-            f"train.deterministic_layout sums gradients in parallel.reduction_chunks {chunks} parts, but twice that "
-            f"number does not divide the {keys} features of this model's keys ({shape.num_kv_heads} heads of "
-            f"{shape.head_dim}); lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
-        )
+def _width_problems(shape: ModelConfig) -> Iterator[str]:
+    """Outputs of projections that cannot be divided into the parts that their input's gradient is summed in."""
+    chunks, widths = shape.reduction_chunks, {}
+    if shape.latent is None:
+        keys = f"features of this model's keys ({shape.num_kv_heads} heads of {shape.head_dim})"
+        widths[keys] = shape.num_kv_heads * shape.head_dim
+    if (delta := shape.delta) is not None:
+        name = "strengths and decays" if delta.fused else "value heads"
+        widths[f"{name} of linear attention"] = delta.value_heads * (1 + delta.fused)
+    for name, width in widths.items():
+        # In bfloat16, a product reads two features at once.
+        if chunks > 1 and width % (2 * chunks):
+            yield (
+                f"train.deterministic_layout sums gradients in parallel.reduction_chunks {chunks} parts, but twice "
+                f"that number does not divide the {width} {name}; lower parallel.reduction_chunks, and parallel.tensor "
+                "with it, or switch it off"
+            )

@@ -1,14 +1,20 @@
 """What tests of the engine share: a small shape, drawn requests, and what stands for CUDA's capture."""
 
 import random
+from dataclasses import replace
 
 from lockstep import SamplingParams
 from lockstep.model import ModelConfig
+from lockstep.model.config import DeltaNet
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=60, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48,
     qk_norm="head", max_positions=600,
 )  # fmt: skip
+
+HYBRID = replace(
+    SHAPE, num_layers=3, delta=DeltaNet(1, 2, 16, 16), delta_layers=(True, False, True), attention_gate=True
+)
 
 
 def drawn_load(seed, count, vocab, most_tokens, longest=90, **choices):
@@ -48,7 +54,10 @@ def finish(engine):
 
 
 def all_pages_are_free(engine):
-    return engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work
+    """And all states."""
+    states, free = engine.scheduler.states, engine.allocator.num_free == engine.allocator.num_pages
+    states.end_step()
+    return free and not any(states.allocator.ref_counts) and not engine.has_work
 
 
 class Recorder:

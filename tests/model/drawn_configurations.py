@@ -27,8 +27,12 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "nanochat": "NanoChatForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 ORIGINAL = "original_max_position_embeddings"
 HARMLESS: dict[str, Any] = {
     "transformers_version": "4.51.0", "_name_or_path": "someone/model", "use_cache": False, "pad_token_id": 3,
@@ -72,6 +76,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "_sliding_window_pattern": 4,
     },
     "nanochat": {"hidden_act": "relu2"},
+    "qwen3_5_text": {
+        "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    },
+    "qwen3_5_moe_text": {
+        "attn_output_gate": True, "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "mtp_num_hidden_layers": 1,
+        "output_router_logits": False, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "qwen3_next": {"router_aux_loss_coef": 0.001, "output_router_logits": False, "use_sliding_window": False},
 }  # fmt: skip
 """Keys of real folders that change nothing."""
 REFUSED: dict[str, Any] = {
@@ -83,6 +96,10 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 """Keys that change what transformers computes, or might with others' code."""
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_HYBRID = (
+    "num_key_value_heads", "attention_bias", "partial_rotary_factor", "linear_conv_kernel_dim",
+    "full_attention_interval", "layer_types",
+)  # fmt: skip
 CAN_BE_MISSING = {
     "llama": ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
     "qwen3": ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", *_WINDOWS),
@@ -124,6 +141,9 @@ CAN_BE_MISSING = {
         "sliding_window_pattern", "layer_types", "final_logit_softcapping", "rope_local_base_freq",
     ),
     "nanochat": ("num_key_value_heads", "head_dim", "attention_bias", "final_logit_softcapping"),
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": (*_HYBRID, "num_experts_per_tok"),
+    "qwen3_next": (*_HYBRID, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
 }  # fmt: skip
 """Keys whose default in transformers is small enough for a test, besides those of all families."""
 OF_ALL = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id")
@@ -139,7 +159,22 @@ _BOTH = (True, False)
 _WINDOW: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": _BOTH, "sliding_window": (3, 8, None), "max_window_layers": (0, 1, 28)
 }  # fmt: skip
+_DELTA: dict[str, tuple[Any, ...]] = {
+    "attention_bias": _BOTH, "partial_rotary_factor": (0.25, 0.5, 1.0), "linear_num_key_heads": (1, 2, 3),
+    "linear_num_value_heads": (1, 2, 3, 4), "linear_key_head_dim": (4, 8), "linear_value_head_dim": (4, 12),
+    "linear_conv_kernel_dim": (2, 4, 5), "full_attention_interval": (1, 2, 3, 4),
+}  # fmt: skip
+_SHARED: dict[str, tuple[Any, ...]] = {
+    "num_experts": (8, 11), "num_experts_per_tok": (1, 2, 4), "moe_intermediate_size": (16, 24),
+    "shared_expert_intermediate_size": (16, 20),
+}  # fmt: skip
 MORE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _SHARED,
+    "qwen3_next": {
+        **_DELTA, **_SHARED, "norm_topk_prob": _BOTH, "decoder_sparse_step": (1, 2),
+        "mlp_only_layers": ([], [0], None),
+    },
     "llama": {"attention_bias": _BOTH, "mlp_bias": _BOTH},
     "qwen3": {"attention_bias": _BOTH, **_WINDOW},
     "qwen2": _WINDOW,
@@ -260,6 +295,8 @@ def _mixture(drawn: Drawn) -> None:
         values["num_experts_per_tok"] = min(values["num_experts_per_tok"], allowed)
     if drawn.kind in ("olmoe", "phi3"):  # which transformers runs with this width only
         del values["head_dim"]
+    if drawn.kind in HYBRID:  # for each key head
+        values["linear_num_value_heads"] *= values["linear_num_key_heads"]
     if drawn.kind in OTHER_NAMES and drawn.often(0.3):
         # The value under its other name, or under both: then another number under the first.
         name, other = OTHER_NAMES[drawn.kind]
@@ -277,6 +314,10 @@ def _windows(drawn: Drawn) -> None:
         values["no_rope_layers"] = [1] * (layers - 1)
         drawn.refused.add("no_rope_layers")
     if drawn.often(0.5):
+        return
+    if drawn.kind in HYBRID:
+        kinds = [drawn.one(LINEAR, FULL) for _ in range(layers)]
+        values["layer_types"] = drawn.one(kinds, kinds, None)
         return
     kinds = [drawn.one(SLIDING, FULL)] * layers
     if drawn.often(0.7):
@@ -346,9 +387,9 @@ def _rotation(drawn: Drawn) -> None:
         if drawn.often(0.05):
             del table[drawn.one("llama_4_scaling_beta", ORIGINAL)]
             drawn.refused |= {"llama_4_scaling_beta"}
-    if drawn.kind in ("nanochat", "phi3"):  # a table beside an empty one
+    if drawn.kind in ("nanochat", "phi3", *HYBRID):  # a table beside an empty one, or factors for another share
         drawn.refused |= {"rope_type", "short_factor"}
-    if drawn.kind in ("glm4_moe", "phi3"):
+    if drawn.kind in ("glm4_moe", "phi3", *HYBRID):
         drawn.refused.add("partial_rotary_factor")  # of an odd number of features
     if "partial_rotary_factor" in values and drawn.often(0.3):
         (table if drawn.often(0.5) else values)["partial_rotary_factor"] = values.pop("partial_rotary_factor")
@@ -408,7 +449,7 @@ WIDTHS = {"qwen3": 128, "gpt_oss": 64, "glm": 128, "glm4": 128}
 def _pairs(kind: str, values: dict[str, Any]) -> int:
     """Of a head's features that are rotated together."""
     width = values.get("head_dim", WIDTHS.get(kind)) or values["hidden_size"] // values.get("num_attention_heads", 32)
-    return int(width * values.get("partial_rotary_factor", 1.0)) // 2
+    return int(width * values.get("partial_rotary_factor", 0.25 if kind in HYBRID else 1.0)) // 2
 
 
 def _table(drawn: Drawn, kind: str) -> dict[str, Any]:
@@ -455,7 +496,8 @@ def _table(drawn: Drawn, kind: str) -> dict[str, Any]:
     if drawn.often(0.03):
         name = drawn.one("full_attention", "mrope_section")
         table[name] = {"full_attention": {"rope_theta": 10.0}, "mrope_section": [1, 1, 2]}[name]
-        drawn.refused.add(name)
+        if name != "mrope_section" or drawn.kind not in HYBRID[:2]:
+            drawn.refused.add(name)
     if drawn.often(0.05):
         table[drawn.one("attn_factor", "extrapolation_factor")] = drawn.one(2.0, 0.88, None)
     return table

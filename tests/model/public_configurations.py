@@ -30,6 +30,20 @@ _MIXTURE = _QWEN | {
     "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
     "num_key_value_heads": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+    "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+}  # fmt: skip
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
     "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
@@ -152,6 +166,45 @@ PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
             "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
             "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+        },
+    ),
+    "Qwen3-Next 80B-A3B": (
+        "qwen3_next:80b-a3b",
+        _MIXTURE
+        | {
+            "architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4, "head_dim": 256,
+            "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "model_type": "qwen3_next", "moe_intermediate_size": 512,
+            "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+            "transformers_version": "4.57.0.dev0", "max_window_layers": None, "sliding_window": None,
+        },
+    ),
+    "Qwen3.5 0.8B, its language model": (
+        "qwen3_5:0.8b",
+        _QWEN3_5
+        | {
+            "hidden_size": 1024, "intermediate_size": 3584, "linear_num_value_heads": 16, "num_attention_heads": 8,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen3.5 27B, its language model": (
+        "qwen3_5:27b",
+        _QWEN3_5
+        | {
+            "hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48, "num_attention_heads": 24,
+            "num_hidden_layers": 64, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+        },
+    ),
+    "Qwen3.5 35B-A3B, its language model": (
+        "qwen3_5_moe:35b-a3b",
+        _QWEN3_5
+        | {
+            "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 4096,
+            "mlp_only_layers": [], "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "num_experts": 256,
+            "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+            "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
         },
     ),
     "Qwen2.5 0.5B": ("qwen2:0.5b", _QWEN2),

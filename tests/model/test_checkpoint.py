@@ -104,8 +104,8 @@ SLIDING = ["sliding_attention"] * 2
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
         # What transformers would read otherwise, or not at all.
         (
-            _set(architectures=["Qwen3NextForCausalLM"]),
-            'NextForCausalLM" is not supported. The nearest family is qwen3 ',
+            _set(architectures=["Qwen3NewForCausalLM"]),
+            'NewForCausalLM" is not supported. The nearest family is qwen3 ',
         ),
         (_set(architectures=None, model_type="qwen4", a=1), '"qwen4" is not .* nearest family is qwen3; .* keys a'),
         (_set(model_type="llama"), "model_type is 'llama', but architectures Qwen3ForCausalLM"),

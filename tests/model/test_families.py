@@ -26,7 +26,14 @@ LLAMA3 = ROPE | dict(
 )
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LATENT_YARN = YARN | dict(factor=8.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=32, beta_slow=1)
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+DELTA = dict(
+    num_hidden_layers=2, layer_types=[RECURRENT, FULL], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=24, rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
+)  # fmt: skip
+SHARED = dict(
+    moe_intermediate_size=48, shared_expert_intermediate_size=40, num_experts=6, num_experts_per_tok=2
+)  # fmt: skip
 SIZES = dict(
     vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, rope_parameters=ROPE,
@@ -66,12 +73,19 @@ OF_FAMILY = {
         moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
         rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
     ),
+    "qwen3_5_text": DELTA | dict(num_hidden_layers=4, layer_types=None),
+    "qwen3_5_moe_text": DELTA | SHARED,
+    "qwen3_next": DELTA | SHARED,
     "gemma3_text": dict(
         num_hidden_layers=4, sliding_window=20, query_pre_attn_scalar=48, pad_token_id=0, rope_parameters=None,
         layer_types=[SLIDING, FULL, FULL, SLIDING],
     ),
     "nanochat": dict(head_dim=16),
 }  # fmt: skip
+
+
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OFFSET = ("gemma3_text", *HYBRID)
 
 
 @torch.no_grad()
@@ -81,8 +95,13 @@ def theirs(family, folder, **settings):
     config = AutoConfig.for_model(family, **SIZES | OF_FAMILY[family] | settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name:  # Gemma's factors are 1 + weight
-            tensor.copy_((0 if family == "gemma3_text" else 1) + 0.2 * torch.randn_like(tensor))
+        if "norm" in name:  # factors may be 1 + weight
+            offset = family in OFFSET and "linear_attn" not in name
+            tensor.copy_((0 if offset else 1) + 0.2 * torch.randn_like(tensor))
+        elif name.endswith("A_log"):  # decays from slow to fast
+            tensor.copy_(torch.linspace(-4, 2, len(tensor)))
+        elif "dt_bias" in name or "conv1d" in name:
+            tensor.normal_(0, 0.5)
         elif "e_score_correction_bias" in name:
             tensor.normal_(0, 0.1)
         elif (
@@ -186,6 +205,20 @@ CASES = [
     slow("gemma3_text", dict(num_hidden_layers=7, layer_types=None, rope_theta=5e5, rope_local_base_freq=300.0)),
     slow("gemma3_text", dict(layer_types=None, sliding_window_pattern=2, tie_word_embeddings=True)),
     slow("gemma3_text", dict(layer_types=[FULL] * 4, final_logit_softcapping=30.0)),
+    ("qwen3_5_text", dict()),
+    ("qwen3_5_text", dict(full_attention_interval=2, num_hidden_layers=3, linear_num_value_heads=2, head_dim=16)),
+    (
+        "qwen3_5_text",
+        dict(layer_types=[FULL, RECURRENT], num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True),
+    ),
+    slow("qwen3_5_text", dict(linear_num_key_heads=1, linear_conv_kernel_dim=2, num_key_value_heads=4)),
+    slow("qwen3_5_text", dict(linear_num_key_heads=3, linear_num_value_heads=9, linear_conv_kernel_dim=7)),
+    slow("qwen3_5_text", dict(rope_parameters=YARN | {"partial_rotary_factor": 0.5}, linear_value_head_dim=8)),
+    ("qwen3_5_moe_text", dict()),
+    slow("qwen3_5_moe_text", dict(tie_word_embeddings=True, num_experts=9, attention_bias=True)),
+    ("qwen3_next", dict()),
+    ("qwen3_next", dict(mlp_only_layers=[1], norm_topk_prob=False, linear_num_value_heads=6)),
+    slow("qwen3_next", dict(decoder_sparse_step=2, linear_num_key_heads=4, tie_word_embeddings=True)),
     ("nanochat", dict()),
     slow("nanochat", dict(attention_bias=True, num_key_value_heads=4, final_logit_softcapping=None)),
     slow("nanochat", dict(final_logit_softcapping=2.0, tie_word_embeddings=True, rope_parameters={"rope_theta": 99.0})),
@@ -197,8 +230,9 @@ CASES = [
 def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tensor(tmp_path, family, settings):
     model = theirs(family, tmp_path / "theirs", **settings)
     ours = load_model(tmp_path / "theirs")
-    tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(1))
-    hidden = ours(tokens, torch.arange(90), ops.PackedAttention([90]))
+    length = 150 if family in HYBRID else 90  # longer than two chunks of linear attention
+    tokens = torch.randint(101, (length,), generator=torch.Generator().manual_seed(1))
+    hidden = ours(tokens, torch.arange(length), ops.PackedAttention([length]))
     expected = model(tokens[None]).logits[0]
     torch.testing.assert_close(ours.logits(hidden), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert sum(p.numel() for p in ours.parameters()) == ours.config.num_parameters

@@ -29,7 +29,7 @@ def refusal(values):
         ("mixtral", "olmoe", "keys router_jitter_noise"),
         ("qwen2_moe", "qwen3_moe", "qkv_bias is True (only False); shared_expert_intermediate_size is 5632 (only 0)"),
         ("deepseek_v2", "deepseek_v3", "topk_method is 'greedy' (only 'noaux_tc')"),
-        ("qwen3_next", "qwen3_moe", "keys linear_conv_kernel_dim"),
+        ("olmo_hybrid", "qwen3_5", "keys linear_a_log_max, linear_a_log_min, linear_allow_neg_eigval"),
         ("olmo", "olmo2", "reads all keys; the models may differ in what no key says"),
         *((kind, "", "keys ") for kind in ("cohere", "cohere2", "falcon", "gpt2", "gpt_neox", "bloom", "opt", "mamba")),
     ],

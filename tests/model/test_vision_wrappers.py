@@ -1,6 +1,7 @@
 """Models with a vision tower against transformers: their language model is read, converted and merged in its place."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from lockstep.config import PrecisionConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder, begin_adapter, lora_of, read_config, save_adapter
 from lockstep.model.families import from_hugging_face
+from lockstep.model.vision_wrapper import WRAPPERS as MODEL_TYPES
 from tests.model.quantized_folders import FP8, compressed, each, grid, settings_of
 from tests.model.test_families import change
 
@@ -33,7 +35,22 @@ SIZES = dict(
     vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, pad_token_id=0,
 )  # fmt: skip
+QWEN = SIZES | dict(
+    pad_token_id=None, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+    rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+)  # fmt: skip
+MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
+QWEN_TOWER = dict(
+    depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=64, num_position_embeddings=16,
+    patch_size=4,
+)  # fmt: skip
+IMAGES = dict(
+    vision_config=QWEN_TOWER, image_token_id=99, video_token_id=98, vision_start_token_id=97, vision_end_token_id=100
+)  # fmt: skip
 WRAPPERS = {
+    "qwen3_5": IMAGES | dict(text_config=QWEN, tie_word_embeddings=True),
+    "qwen3_5_moe": IMAGES | dict(text_config=QWEN | MIXTURE),
     "gemma3": dict(
         text_config=SIZES | dict(model_type="gemma3_text", sliding_window=20, sliding_window_pattern=2),
         vision_config=TOWER | {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4,
@@ -51,8 +68,9 @@ FORMS = {
     "new": ("model.language_model.", "lm_head.", "model."),
     "headless": ("language_model.", "lm_head.", ""),
 }
-"""Prefixes of the language model, its head, and the other parts: `save_pretrained`'s; those in the model of newer
-transformers; `save_pretrained`'s of the class without a head."""
+"""Prefixes of the language model, its head, and the other parts: `save_pretrained`'s of older classes; those in the
+model of newer transformers; `save_pretrained`'s of the class without a head."""
+NAMED = [(name, form) for name in WRAPPERS for form in FORMS if form != "old" or "qwen" not in name]
 TOKENS = torch.randint(97, (90,), generator=torch.Generator().manual_seed(1))
 
 
@@ -66,11 +84,12 @@ def wrappers(tmp_path_factory):
 @torch.no_grad()
 def _save(name, folder):
     torch.manual_seed(0)
-    outer = "gemma3" if name == "gemma3" else "mistral3"
+    outer = name if name in MODEL_TYPES else "mistral3"
     config = AutoConfig.for_model(outer, **WRAPPERS[name])
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    for tensor in model.parameters():
-        tensor.normal_(0, 0.15) if tensor.ndim > 1 else tensor.add_(0.2 * torch.randn_like(tensor))
+    for key, tensor in model.named_parameters():
+        if not key.endswith("A_log"):
+            tensor.normal_(0, 0.15) if tensor.ndim > 1 else tensor.add_(0.2 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     for file in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
         (folder / file).write_text("{}")
@@ -81,12 +100,13 @@ def in_form(folder, target, form):
     """A copy of the folder with names in one of `FORMS`."""
     shutil.copytree(folder, target)
     tensors = load_file(folder / "model.safetensors")
-    save_file({_renamed(name, form): tensor for name, tensor in tensors.items()}, target / "model.safetensors")
+    saved = "new" if any(name.startswith(FORMS["new"][0]) for name in tensors) else "old"
+    save_file({_renamed(name, saved, form): tensor for name, tensor in tensors.items()}, target / "model.safetensors")
     return target
 
 
-def _renamed(name, form):
-    for old, new in zip(FORMS["old"], FORMS[form]):
+def _renamed(name, saved, form):
+    for old, new in zip(FORMS[saved], FORMS[form]):
         if name.startswith(old):
             return new + name.removeprefix(old)
 
@@ -117,23 +137,28 @@ def edit_text(folder, **values):
     change(folder, text_config=json.loads((folder / "config.json").read_text())["text_config"] | values)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(("name", "form"), NAMED)
 def test_the_language_model_has_the_logits_of_the_whole_model(tmp_path, wrappers, caplog, name, form):
     folder, expected = wrappers[name]
     there = in_form(folder, tmp_path / "there", form)
     torch.testing.assert_close(logits(there), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    around = [n for n in load_file(there / "model.safetensors") if "vision_tower" in n or "projector" in n]
+    around = [n for n in load_file(there / "model.safetensors") if re.search("vision_tower|projector|visual", n)]
     said = [line for line in caplog.text.splitlines() if "not used by this model" in line]
     assert len(said) == 1 and f"tensor {sorted(around)[0]} (and {len(around) - 1} more)" in said[0]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "ministral3"])
+ALONE = {
+    "gemma3": "Gemma3ForCausalLM", "ministral3": "Ministral3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_the_language_model_is_written_alone(tmp_path, wrappers, name):
     folder, expected = wrappers[name]
     save_model(load_model(folder), tmp_path / "alone")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager").eval()
-    assert type(model).__name__ == {"gemma3": "Gemma3ForCausalLM", "ministral3": "Ministral3ForCausalLM"}[name]
+    assert type(model).__name__ == ALONE[name]
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS[None]).logits[0], expected, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -152,7 +177,7 @@ OUTER = [
 
 
 @pytest.mark.parametrize("values", OUTER, ids=str)
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3_5"])
 def test_settings_are_those_that_transformers_takes_from_either_place(tmp_path, wrappers, name, values):
     config = json.loads((wrappers[name][0] / "config.json").read_text())
     config["text_config"] |= values.get("text_config", {})
@@ -163,7 +188,7 @@ def test_settings_are_those_that_transformers_takes_from_either_place(tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     ours, outer = from_hugging_face(config, "config.json"), AutoConfig.from_pretrained(tmp_path)
     text, tokens = outer.text_config, GenerationConfig.from_model_config(outer)
-    assert ours.family == ("gemma3" if name == "gemma3" else "mistral")
+    assert ours.family == name
     assert ours.tie_embeddings is outer.tie_word_embeddings, "which its head is tied by"
     ends = tokens.eos_token_id if isinstance(tokens.eos_token_id, list) else [tokens.eos_token_id]
     assert list(ours.eos_token_ids) == [token for token in ends if token is not None]
@@ -201,7 +226,7 @@ EMBEDDING, LAYER = "language_model.model.embed_tokens.weight", "language_model.m
         (lambda f: change(f, text_config=[]), r"text_config is \[\]; it must have the settings"),
         (lambda f: edit_text(f, hidden_act="gelu"), "config.json: text_config: hidden_act is 'gelu'"),
         (lambda f: edit_text(f, sizes=3), "config.json: text_config: key sizes is not known for mistral"),
-        (lambda f: edit_text(f, model_type="qwen3_5_text"), 'text_config: model_type "qwen3_5_text" is not supported'),
+        (lambda f: edit_text(f, model_type="llama4_text"), 'text_config: model_type "llama4_text" is not supported'),
         (lambda f: change(f, model_type="llava"), "inside a larger one .Mistral3ForConditionalGeneration., which is"),
         (
             lambda f: change(f, architectures=["Mistral3ForSequenceClassification"]),
@@ -217,9 +242,9 @@ def test_what_cannot_be_the_language_model_is_refused_by_name(tmp_path, wrappers
         load_model(there)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3VL", "Llama4"])
+@pytest.mark.parametrize("kind", ["Qwen3VL", "Llama4"])
 def test_another_language_model_is_refused_by_its_own_name(tmp_path, kind):
-    types = {"Qwen3_5": "qwen3_5_text", "Qwen3VL": "qwen3_vl_text", "Llama4": "llama4_text"}
+    types = {"Qwen3VL": "qwen3_vl_text", "Llama4": "llama4_text"}
     outer = {"architectures": [f"{kind}ForConditionalGeneration"], "model_type": types[kind].removesuffix("_text")}
     inner = {"model_type": types[kind], "hidden_size": 64}
     messages = []
@@ -232,8 +257,7 @@ def test_another_language_model_is_refused_by_its_own_name(tmp_path, kind):
         from_hugging_face(outer | {"text_config": {"hidden_size": 64}}, "a")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(("name", "form"), NAMED)
 def test_a_converted_model_keeps_its_vision_tower(tmp_path, wrappers, name, form):
     folder, expected = wrappers[name]
     there = in_form(folder, tmp_path / "there", form)
@@ -260,6 +284,30 @@ def test_a_converted_model_keeps_its_vision_tower(tmp_path, wrappers, name, form
     if form != "headless":
         convert(there, tmp_path / "same")
         assert torch.equal(wrappers_logits(tmp_path / "same"), expected)
+
+
+def test_stacked_experts_are_read_and_what_only_other_parts_use_is_kept(tmp_path, wrappers):
+    """As Qwen publishes them: with layers that predict further tokens, and the axes of an image in the rotation."""
+    folder, expected = wrappers["qwen3_5_moe"]
+    shutil.copytree(folder, there := tmp_path / "there")
+    tensors = load_file(there / "model.safetensors")
+    single = {name: tensors.pop(name) for name in [*tensors] if re.search(r"experts\.\d", name)}
+    for layer in (f"model.language_model.layers.{n}.mlp.experts." for n in range(2)):
+        gate, up, down = (
+            torch.stack([single[f"{layer}{e}.{kind}_proj.weight"] for e in range(6)]) for kind in ("gate", "up", "down")
+        )
+        tensors |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    further = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.ones(4)}
+    save_file(tensors | further, there / "model.safetensors")
+    edit_text(there, mtp_num_hidden_layers=1)
+    torch.testing.assert_close(logits(there), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    convert(there, tmp_path / "same")
+    converted, others = tensors_of(tmp_path / "same"), {n: t for n, t in tensors.items() if "mlp.experts" not in n}
+    assert converted.keys() == (others | single | further).keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in (others | single | further).items())
+    assert torch.equal(wrappers_logits(tmp_path / "same"), expected)
+    text = json.loads((tmp_path / "same" / "config.json").read_text())["text_config"]
+    assert text["rope_parameters"]["mrope_section"] == [4, 2, 2] and text["mtp_num_hidden_layers"] == 1
 
 
 def test_a_quantized_folder_with_a_vision_tower_is_not_written(tmp_path, wrappers):
@@ -314,6 +362,7 @@ def test_a_quantized_model_is_read_and_converted_with_its_vision_tower(
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
+        ("qwen3_5", r".*language_model.*(q_proj|in_proj_z|in_proj_b|out_proj)"),
         ("gemma3", r".*language_model.*(q_proj|down_proj)"),
         ("ministral3", ["model.language_model.layers.1.self_attn.v_proj", "model.language_model.layers.0.mlp.up_proj"]),
     ],
@@ -336,7 +385,7 @@ def test_an_adapter_that_peft_trained_on_the_whole_model_is_read_and_merged_into
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert len(changed) == len(load_model(tmp_path / "adapter").config.lora.modules)
-    assert all(key.startswith("language_model.model.layers.") for key in changed)
+    assert all(re.search(r"language_model\.(model\.)?layers\.", key) for key in changed)
     assert (tmp_path / "merged" / "processor_config.json").is_file()
 
 

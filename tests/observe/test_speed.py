@@ -26,6 +26,16 @@ def test_every_product_is_counted_attention_included():
     assert training_flops(adapted, lengths) == 3 * forward + 6 * norms * 7 - 2 * (matrices + norms) * 7
 
 
+def test_linear_attention_has_products_with_its_state_instead_of_pairs():
+    hybrid = preset("qwen3_5:micro", 300)
+    assert hybrid.num_delta == 3 and hybrid.num_layers == 4
+    weights, pairs = 6 * hybrid.num_parameters * 50, 50 * 51 // 2
+    attention = 12 * hybrid.num_heads * hybrid.head_dim * pairs
+    # Forward, per token and value head: three products of a 32 x 32 state; backward twice as many.
+    states = 3 * 50 * 3 * hybrid.delta.value_heads * 3 * 2 * 32 * 32
+    assert training_flops(hybrid, [50]) == weights + attention + states
+
+
 def test_a_window_has_fewer_pairs():
     whole = preset("gpt_oss:micro", 300)
     assert whole.windows == (20, 0) and whole.num_layers == 4

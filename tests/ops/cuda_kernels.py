@@ -232,6 +232,7 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
         (ops.rms_norm, (x, weight, 1e-5, True), [x, weight]),
         (ops.silu_mul, (x, up), [x, up]),
         (ops.gelu_mul, wide, wide),
+        (ops.sigmoid_mul, wide, wide),
         (ops.relu_squared, (x,), [x]),
         (ops.clamped_swiglu, wide, wide),
         (ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),

@@ -28,6 +28,10 @@ from lockstep.ops import cuda
 from lockstep.ops.cuda import (
     attention,
     attention_backward,
+    delta,
+    delta_backward,
+    delta_rows,
+    delta_rows_backward,
     experts,
     float8,
     grouped_linear,
@@ -38,12 +42,13 @@ from lockstep.ops.cuda import (
     softcap,
     vocabulary,
 )  # fmt: skip
+from lockstep.ops.delta_cache import DeltaSizes, paged_delta
 from lockstep.ops.float8 import SCALINGS, TYPES
 from lockstep.ops.vocabulary import piece_bounds
 
 MODULES = (
-    attention, attention_backward, experts, float8, grouped_linear, integer_linear, linear, optimizer, rows, softcap,
-    vocabulary,
+    attention, attention_backward, delta, delta_backward, delta_rows, delta_rows_backward, experts, float8,
+    grouped_linear, integer_linear, linear, optimizer, rows, softcap, vocabulary,
 )  # fmt: skip
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program can have, by compute capability (CUDA C++ Programming Guide, table of technical
@@ -126,7 +131,7 @@ def launches(dtype: torch.dtype, capability: int, shapes: dict[str, Shape] = SHA
 
     with _on_a_gpu(record, capability):
         for shape in shapes.values():
-            for part in (_products, _integers, _float8, _attention, _rows_and_vocabulary, _experts):
+            for part in (_products, _integers, _float8, _attention, _rows_and_vocabulary, _experts, _delta):
                 part(shape, dtype)
     return list(found)
 
@@ -230,7 +235,7 @@ def _rows_and_vocabulary(shape: Shape, dtype: torch.dtype) -> None:
     for part, interleaved in ((angles, False), (angles[:, : shape.head_dim // 4], True)):
         ops.rotary(q, part, part, interleaved).sum().backward()
     gate, up = (torch.empty(tokens, shape.inner, dtype=dtype, requires_grad=True) for _ in range(2))
-    for activation in (ops.silu_mul, ops.gelu_mul, ops.clamped_swiglu):
+    for activation in (ops.silu_mul, ops.gelu_mul, ops.sigmoid_mul, ops.clamped_swiglu):
         activation(gate, up).sum().backward()
     ops.relu_squared(gate).sum().backward()
     logits, ones = torch.empty(8, shape.vocab, dtype=dtype), torch.ones(8)
@@ -261,6 +266,20 @@ def _experts(shape: Shape, dtype: torch.dtype) -> None:
         for each in (weights, None):
             experts.combine(many, each, places, out)
         experts.combine_backward(out, many, weights, places, many, weights)
+
+
+def _delta(shape: Shape, dtype: torch.dtype) -> None:
+    """Heads of the delta rule as many and as wide as those of attention."""
+    sizes = DeltaSizes(1, shape.kv_heads, shape.heads, shape.head_dim, shape.head_dim, width=4)
+    inputs = [torch.empty(n, dtype=dtype) for n in ((sizes.channels, 4), (sizes.value_heads,), (sizes.value_heads,))]
+    terms = ops.DeltaTerms(*(x.requires_grad_() for x in inputs), sizes.key_heads, sizes.key_dim)
+    cache, column = ops.DeltaCache(sizes, 1, 1, dtype), torch.zeros(1, dtype=torch.int32)
+    for tokens in (1, 300):
+        widths = (sizes.channels, sizes.value_heads, sizes.value_heads)
+        rows = [torch.empty(tokens, width, dtype=dtype) for width in widths]
+        contexts = column + tokens
+        ops.PackedAttention([tokens]).delta(0, *rows, terms).sum().backward()
+        paged_delta(*rows, terms, 0, ops.DeltaStep(cache, *[column] * 3), torch.cat((column, contexts)), contexts)
 
 
 def build(launch: Launch, capability: int) -> Build:

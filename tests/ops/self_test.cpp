@@ -32,6 +32,8 @@ void gelu_mul_f32(const float*, const float*, float*, int64_t);
 void gelu_mul_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
 void relu_squared_f32(const float*, float*, int64_t);
 void relu_squared_backward_f32(const float*, const float*, float*, int64_t);
+void sigmoid_mul_f32(const float*, const float*, float*, int64_t);
+void sigmoid_mul_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
 void clamped_swiglu_f32(const float*, const float*, float*, int64_t);
 void clamped_swiglu_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
 void column_sums_f32(const float*, float*, int64_t, int64_t);
@@ -69,6 +71,14 @@ void attend_bf16(const bf16*, bf16*, float*, const bf16*, const bf16*, const int
 void attend_backward_bf16(const bf16*, const bf16*, const bf16*, const bf16*, const bf16*, const float*, float*, bf16*,
                           bf16*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
                           float, int64_t);
+void delta_f32(const float*, const float*, const float*, const float*, const float*, const float*, float*, float*,
+               const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
+void delta_backward_f32(const float*, const float*, const float*, const float*, const float*, const float*, const float*,
+                        const float*, float*, float*, float*, float*, float*, float*, const int32_t*, int64_t, int64_t,
+                        int64_t, int64_t, int64_t, int64_t, int64_t);
+void paged_delta_bf16(const bf16*, const bf16*, const bf16*, const bf16*, const bf16*, const bf16*, bf16*, float*, bf16*,
+                      float*, float*, float*, bf16*, const int32_t*, const int32_t*, const int32_t*, const int32_t*,
+                      const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
                    int64_t);
 void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
@@ -113,8 +123,8 @@ static void digest(const char* what, const std::vector<T>&... results) {
     std::printf("%s %016llx\n", what, (unsigned long long)hash);
 }
 
-static const bf16* in(const std::vector<uint16_t>& x) { return (const bf16*)x.data(); }
-static bf16* to(std::vector<uint16_t>& x) { return (bf16*)x.data(); }
+static const bf16* in(const std::vector<uint16_t>& x, int64_t first = 0) { return (const bf16*)(x.data() + first); }
+static bf16* to(std::vector<uint16_t>& x, int64_t first = 0) { return (bf16*)(x.data() + first); }
 
 enum { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID };
 
@@ -206,6 +216,44 @@ static void attention_to_codes() {
     attend_codes_bf16(in(narrow_q), to(narrow_out), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
                       starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 0, nullptr);
     digest("attention to codes in bfloat16", narrow_keys, narrow_ours, key_pages, value_pages, narrow_out, log_sums);
+}
+
+// Two sequences: packed with their gradients, and the first one in two steps over a cache.
+static void delta_rule(int64_t key_dim, int64_t value_dim) {
+    const int64_t tokens = 150, key_heads = 2, value_heads = 4, width = 4, entries = 2, kept = 4;
+    const int64_t channels = 2 * key_heads * key_dim + value_heads * value_dim;
+    auto b = values(tokens, value_heads), a = values(tokens, value_heads), conv = values(channels, width);
+    auto rates = values(1, value_heads), bias = values(1, value_heads);
+    for (auto* each : {&b, &a, &conv, &rates, &bias})
+        for (float& value : *each) value /= 32.f;
+    const auto mixed = values(tokens, channels), grad = values(tokens, value_heads * value_dim);
+    std::vector<float> out(grad.size()), saved(tokens / 64 * value_heads * key_dim * value_dim);
+    std::vector<float> grad_mixed(mixed.size()), grad_b(b.size()), grad_a(a.size()), grad_conv(conv.size());
+    std::vector<float> grad_rates(value_heads), grad_bias(value_heads);
+    const int32_t starts[] = {0, 131, (int32_t)tokens};
+    delta_f32(mixed.data(), b.data(), a.data(), conv.data(), rates.data(), bias.data(), out.data(), saved.data(), starts,
+              2, tokens, key_heads, value_heads, key_dim, value_dim, width);
+    delta_backward_f32(grad.data(), mixed.data(), b.data(), a.data(), conv.data(), rates.data(), bias.data(),
+                       saved.data(), grad_mixed.data(), grad_b.data(), grad_a.data(), grad_conv.data(),
+                       grad_rates.data(), grad_bias.data(), starts, 2, tokens, key_heads, value_heads, key_dim,
+                       value_dim, width);
+    digest("delta rule and its gradients", out, saved, grad_mixed, grad_b, grad_a, grad_conv, grad_rates, grad_bias);
+    const auto narrow = narrowed(mixed), narrow_b = narrowed(b), narrow_a = narrowed(a), narrow_conv = narrowed(conv);
+    const auto narrow_rates = narrowed(rates), narrow_bias = narrowed(bias);
+    std::vector<uint16_t> narrow_out(out.size()), state_inputs(entries * (width - 1) * channels), inputs(kept * channels);
+    std::vector<float> states(entries * value_heads * key_dim * value_dim), keys(key_heads * key_dim * 64);
+    std::vector<float> updates(value_heads * 64 * value_dim), decays(value_heads * 64);
+    int32_t first = 0;
+    for (const int32_t stop : {70, 131}) {
+        const int32_t rows[] = {0, stop - first}, context = stop, slot = 0, read = first / 64 - 1, write = stop / 64 - 1;
+        paged_delta_bf16(in(narrow, first * channels), in(narrow_b, first * value_heads),
+                         in(narrow_a, first * value_heads), in(narrow_conv), in(narrow_rates), in(narrow_bias),
+                         to(narrow_out, first * value_heads * value_dim), states.data(), to(state_inputs), keys.data(),
+                         updates.data(), decays.data(), to(inputs), rows, &context, &slot, &read, &write, 1,
+                         stop - first, key_heads, value_heads, key_dim, value_dim, width, 1, kept);
+        first = stop;
+    }
+    digest("delta rule over a cache", narrow_out, states, state_inputs, keys, updates, decays, inputs);
 }
 
 int main() {
@@ -338,4 +386,9 @@ int main() {
     digest("squared relu and its gradient", out, grad_x);
     rotary_f32(q.data(), angles.data(), angles.data() + 5, rotated.data(), rows - 1, 2, 64, 19, 1, -1.f);
     digest("rotation of neighbors", rotated);
+    sigmoid_mul_f32(x.data(), up.data(), out.data(), rows * width);
+    sigmoid_mul_backward_f32(x.data(), x.data(), up.data(), grad_gate.data(), grad_up.data(), rows * width);
+    digest("gate of attention and its gradients", out, grad_gate, grad_up);
+    delta_rule(32, 48);
+    delta_rule(19, 21);
 }

@@ -17,13 +17,13 @@ PRODUCTS = {
 SPILLS = {
     torch.bfloat16: {
         "attention.attend_kernel": 8192, "attention_backward.keys_kernel": 128,
-        "attention_backward.queries_kernel": 256, "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128,
-        "rows.rms_norm_backward_kernel": 512,
+        "attention_backward.queries_kernel": 256, "delta.recurrence_kernel": 64, "delta_backward.chunks_kernel": 256,
+        "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128, "rows.rms_norm_backward_kernel": 512,
     },
     torch.float32: {
         "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 256,
-        "attention_backward.queries_kernel": 1024, "experts.combine_backward_kernel": 64,
-        "rows.rms_norm_backward_kernel": 2048,
+        "attention_backward.queries_kernel": 1024, "delta.recurrence_kernel": 64, "delta_backward.chunks_kernel": 256,
+        "experts.combine_backward_kernel": 64, "rows.rms_norm_backward_kernel": 2048,
     },
 }  # fmt: skip
 """The most bytes that a thread of each kernel may spill; docs/gpu.md says how many and why. The others spill none."""
@@ -68,6 +68,12 @@ def faults(launch: Launch, built: Build, capability: int, dtype: torch.dtype = t
 
 def test_every_kernel_is_launched():
     assert {each.name for each in launches(torch.bfloat16, 90)} == kernels()
+
+
+def test_training_prefill_and_decode_launch_the_same_variants_of_the_delta_rule():
+    """One compiled recurrence, so that no form can round differently."""
+    found = [each for each in launches(torch.bfloat16, 90, ONE_SHAPE) if each.name.startswith("delta")]
+    assert len({each.name for each in found}) == len(found) == 7
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(86, marks=pytest.mark.slow)])

@@ -50,6 +50,11 @@ norm with an offset and its gradients c9844f55f9790ea0 f86a2160971f5583 95f78727
 gelu and its gradients bbfa1f6fe61fa1d1 e291eef1a52abeaa e56439732edf253d
 squared relu and its gradient e9cff94fb6708c0e 3438be5dfc0b4cd5 53014d5c9672aa7a
 rotation of neighbors 3b25ac2d75cc88ce 33d99c9cea02e0ad cb4c873b3a54d1fa
+gate of attention and its gradients c831910f7ed0669c 7c4c30bdef7a45f3 a163f41a8397d2b8
+delta rule and its gradients 789dfefb78e5639d 87b088cdf071c55a 8bd37f33816c2d79
+delta rule over a cache 17621de3f6e3b7d1 8ec178261d2b9cde f92ec46a279ccda5
+delta rule and its gradients aefe4986408a325f 1bfaad85cdebbbcc ecd51ea64dc7a56b
+delta rule over a cache 53b54571816f1b12 3a7c478c7d50e969 e0c9e2313477e336
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 

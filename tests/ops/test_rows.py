@@ -81,6 +81,11 @@ OPERATORS = {
         lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         lambda rows, dim, dtype: tuple(spread(seed, rows, dim, dtype=dtype) for seed in range(2)),
     ),
+    "sigmoid_mul": (
+        ops.sigmoid_mul,
+        lambda gate, up: F.sigmoid(gate) * up,
+        lambda rows, dim, dtype: tuple(spread(seed, rows, dim, dtype=dtype) for seed in range(2)),
+    ),
     "relu_squared": (
         ops.relu_squared,
         lambda x: F.relu(x).square(),
@@ -101,7 +106,7 @@ OPERATORS = {
     ),
 }  # fmt: skip
 """Each operator, its formula, and arguments for it, of which the last one of a norm or bias is for all rows."""
-ACTIVATIONS = ("silu_mul", "gelu_mul", "clamped_swiglu", "relu_squared")
+ACTIVATIONS = ("silu_mul", "gelu_mul", "clamped_swiglu", "sigmoid_mul", "relu_squared")
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 50), (torch.float32, 250)])

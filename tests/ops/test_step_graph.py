@@ -41,6 +41,7 @@ STEPS = [
     lambda x: ops.silu_mul(x, x),
     lambda x: ops.softcap(x, 1.5),
     lambda x: ops.gelu_mul(x, x),
+    lambda x: ops.sigmoid_mul(x, x),
     lambda x: ops.relu_squared(x),
     lambda x: ops.rotary(x[:, None], WEIGHT[:6, :12], WEIGHT[:6, 20:], interleaved=True)[:, 0],
     lambda x: ops.silu_mul(ops.rms_norm(x + x, WEIGHT[0], 1e-6), ops.linear(x, WEIGHT)),  # calls that are merged

@@ -26,6 +26,7 @@ from lockstep.precision import Precision
 from lockstep.rl.scoring.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.packing import target_log_probs
+from tests.parallel.hybrids import HYBRID
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 
@@ -100,7 +101,7 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(trains,
     exact = CompiledHalves.after_attention
     # No compiler at hand is this bad, so one is made: it adds what depends on the number of rows.
     monkeypatch.setattr(
-        CompiledHalves, "after_attention", lambda self, b, h, a: exact(self, b, h, a) + h.shape[0] * 1e-2
+        CompiledHalves, "after_attention", lambda self, b, h, a, g: exact(self, b, h, a, g) + h.shape[0] * 1e-2
     )
     said = f"the block's output of .* rows without a gradient differ from those of 96 rows {with_one};"
     with pytest.raises(UserError, match=said):
@@ -124,6 +125,23 @@ def test_layers_in_different_formats_are_compiled():
     apply_compile(model, INDUCTOR, trains=False)
     (completions,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
     assert len(completions[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_kind_of_a_hybrids_layers_is_compiled_once_for_trainer_and_generator(trains):
+    model = build_model(replace(HYBRID, num_layers=4), dtype="float32", seed=0)
+    apply_compile(model, INDUCTOR, trains)
+    prompt = list(range(60))
+    # Across a boundary of chunks; anything that compiled again would be an error.
+    ((sampled,),) = Engine(model).generate([prompt], SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
+    scores = score(model, [prompt + sampled.token_ids])[0]
+    assert torch.equal(scores[59:], torch.tensor(sampled.logprobs))
+    if not trains:
+        return
+    log_probs = target_log_probs(model, pack([prompt + sampled.token_ids]))[0]
+    assert torch.equal(log_probs.detach(), scores)
+    log_probs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_compiled_code_is_kept_in_the_users_cache_for_each_set_of_operators_and_for_its_owner_only(

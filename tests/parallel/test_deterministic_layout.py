@@ -46,6 +46,9 @@ SHAPES = {
         LATENT, experts=ExpertsConfig(8, 48, ROUTING, 48, choice_bias=True, dense_layers=(0,))
     ),
     "a mixture": preset("qwen3_moe:micro", VOCAB),
+    "a shared expert with a gate": replace(
+        preset("qwen3_moe:micro", VOCAB), experts=ExpertsConfig(8, 48, Routing(2), 48, shared_gate=True)
+    ),
     "4 key-value heads": replace(preset("qwen3:micro", VOCAB), num_heads=8, num_kv_heads=4),
     # With the head, which is tied.
     "int8": replace(preset("qwen3:micro", VOCAB), num_heads=8, num_kv_heads=4, precision=Precision("int8", ())),
@@ -100,6 +103,8 @@ def check(ranks, parallel, shape, dtype="float32", settings=SETTINGS, torch_2_15
         ("gpt-oss", 2, P(tensor=2), "bfloat16", SETTINGS),
         ("latent attention", 2, P(context=2), "float32", SETTINGS),
         ("a biased choice of experts", 2, P(), "bfloat16", BIASED),
+        ("a shared expert with a gate", 2, P(tensor=2), "float32", SETTINGS),
+        pytest.param("a shared expert with a gate", 2, P(), "bfloat16", MUON, marks=pytest.mark.slow),
         ("int8", 4, P(context=2, tensor=2), "float32", SETTINGS),
         ("int4", 2, P(tensor=2, full_dtensor=True), "bfloat16", SETTINGS),
     ],

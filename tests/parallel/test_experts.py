@@ -8,8 +8,9 @@ import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
-from lockstep.model import initialize, preset, resolve_dtype
+from lockstep.model import ExpertsConfig, initialize, preset, resolve_dtype
 from lockstep.model.shard import local_values
+from lockstep.ops import Routing
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel import close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.exchange import whole_rows
@@ -20,14 +21,17 @@ from lockstep.train.dry_run import dry_run
 from lockstep.train.objective import NextTokenLoss
 from tests.parallel.launch import launch
 
-MODEL = "qwen3_moe:micro"
+MODEL, SHARED = "qwen3_moe:micro", "a shared expert with a gate"
+SHAPES = {
+    SHARED: replace(preset(MODEL, 259), experts=ExpertsConfig(8, 48, Routing(2), 64, shared_gate=True)),
+}  # fmt: skip
 
 
 def sampled(ranks, dtype, model=MODEL):
     """What an engine on so many tensor ranks samples: a step of one token, of many, and of prompts in chunks."""
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=2, data_shard=1)
     world = open_world(parallel, "cpu")
-    shape = preset(model, 259)
+    shape = SHAPES[model] if model in SHAPES else preset(model, 259)
     decoder = generator_model(shape, resolve_dtype(dtype), world, parallel, partial(initialize, seed=3))
     engine = Engine(decoder, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
     groups = engine.generate([[1]], SamplingParams(max_tokens=5, seed=1))
@@ -41,7 +45,11 @@ BFLOAT16 = (MODEL, "gpt_oss:micro", "deepseek_v3:micro")
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [(MODEL, "float32"), *(pytest.param(model, "bfloat16", marks=pytest.mark.slow) for model in BFLOAT16)],
+    [
+        (MODEL, "float32"),
+        (SHARED, "float32"),
+        *(pytest.param(model, "bfloat16", marks=pytest.mark.slow) for model in BFLOAT16),
+    ],
 )
 def test_an_engine_whose_ranks_share_the_experts_samples_what_one_process_samples(model, dtype):
     (alone,) = launch(1, sampled, 1, dtype, model)

@@ -47,9 +47,9 @@ def compare_pieces(model, dtype):
     def pieces(decoder):
         block = decoder.layers[0]
         hidden = ops.embedding(row.tokens, decoder.embed_tokens.weight)
-        q, k, v = block.before_attention(hidden, *tables)
+        q, k, v, _ = block.before_attention(hidden, *tables)
         attended = attention(0, q, k, v)
-        after = block.after_attention(hidden, attended)
+        after = block.after_attention(hidden, attended, None)
         normed = decoder.final_norm(after)
         gate = ops.linear(normed, block.mlp.gate_proj.weight)
         rows, columns = [hidden, after], [q, k, v, attended, gate, ops.silu_mul(gate, gate), decoder.logits(normed)]

@@ -52,8 +52,10 @@ def train(
     compiled: bool = False,
     layers: int = 4,
     lengths: Sequence[int] = LENGTHS,
+    tokens: int = 64,
 ) -> Trace:
-    """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
+    """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig;
+    tokens: of a micro-batch."""
     world = open_world(parallel, "cpu")
     shape = preset(model, vocab) if isinstance(model, str) else model
     tied = shape.tie_embeddings if tied is None else tied
@@ -63,7 +65,7 @@ def train(
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
     trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
     # An optimizer in the backward goes with one micro-batch.
-    tokens = 1024 if trainer.config.optimizer_in_backward else 64
+    tokens = 1024 if trainer.config.optimizer_in_backward else tokens
     draw = torch.Generator().manual_seed(0)
     trace = Trace()
     began = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep import build_model
 from lockstep.config import TrainConfig
 from lockstep.model import Lora, ModelConfig
+from lockstep.model.config import DeltaNet
 from lockstep.model.layers import projections
 from lockstep.model.rotary import RotaryTables
 from lockstep.train import Trainer, graphs, pack, target_log_probs, trainer
@@ -166,6 +167,23 @@ def test_a_replay_has_the_bits_of_a_direct_pass_and_hidden_states_those_without_
         expected.backward()
         assert_same(found, gradients(model))
     assert graphed.recorded == [size]
+
+
+HYBRID = replace(SHAPE, num_layers=2, delta=DeltaNet(1, 2, 16, 16), delta_layers=(True, False), attention_gate=True)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(each[:2], marks=pytest.mark.slow) for each in (WHOLE, SHARED)])
+def test_a_replay_of_linear_attention_has_the_bits_of_a_direct_pass(rows):
+    model = build_model(HYBRID, "float32", seed=1)
+    graphed, direct = graphed_and_direct(model)
+    for row in rows:
+        replayed, expected = loss_of(graphed, row), loss_of(direct, row)
+        assert torch.equal(replayed, expected) and torch.equal(replayed, loss_of(model, row))
+        replayed.backward()
+        found = gradients(model)
+        expected.backward()
+        assert_same(found, gradients(model))
+    assert len(graphed.recorded) == 1
 
 
 def trained(dtype, monkeypatch, capture):

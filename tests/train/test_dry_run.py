@@ -14,6 +14,7 @@ from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, Recom
 from lockstep.data import Row
 from lockstep.errors import UserError
 from lockstep.model import Decoder, Lora, ModelConfig, initialize, preset, resolve_dtype
+from lockstep.model.config import DeltaNet
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog
 from lockstep.parallel import close_world, open_world, parallel_model
@@ -98,8 +99,9 @@ TENSOR, CONTEXT = (Case(ParallelConfig(**{axis: 2}), "bfloat16", has_peak=False)
 FOUR = ParallelConfig(tensor=2, bucket_mib=0.0)
 # Its ranks also exchange scales.
 INT8 = replace(TENSOR, shape=replace(SHAPE, precision=Precision("int8", keep=())))
+HYBRID = replace(SHAPE, delta=DeltaNet(4, 8, 64, 64), delta_layers=(True, False), attention_gate=True)
 STEPS = [
-    *((1, Case()), (1, Case(train={"optimizer": "muon"}))),
+    *((1, Case()), (1, Case(shape=HYBRID)), (1, Case(train={"optimizer": "muon"}))),
     *((2, EACH_SUMMED), (2, TENSOR), (2, pipeline("zbv", 8))),
 ]
 MORE_STEPS = [
@@ -108,6 +110,7 @@ MORE_STEPS = [
     *((2, Case(shape=DEEP)), (2, Case(EACH, shape=DEEP)), (2, Case(dtype="bfloat16", shape=DEEP)), (2, CONTEXT)),
     *((2, pipeline("1f1b", shape=WIDE)), (2, pipeline("gpipe")), (2, pipeline("interleaved"))),
     *((2, pipeline("dualpipev")), (2, pipeline("zbv")), (4, Case(FOUR, shape=DEEP)), (4, Case(FOUR, shape=WIDE))),
+    *((1, Case(dtype="bfloat16", shape=HYBRID)), (2, replace(TENSOR, shape=HYBRID))),
     *((2, INT8), (2, replace(INT8, shape=replace(SHAPE, precision=Precision("int4"))))),
     (4, Case(ParallelConfig(data_replicate=2, reduce_gradients="microbatch", bucket_mib=0.0), shape=DEEP)),
 ]

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from itertools import islice
 
+from lockstep.generate.chunk import Chunk
 from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.drafts.lengths import DraftLengths
 from lockstep.generate.runner import Runner
-from lockstep.generate.scheduler import Chunk, Scheduler
+from lockstep.generate.scheduler import Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.statistics import Statistics
 

@@ -24,7 +24,10 @@ from lockstep.model.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from lockstep.model.families.own import own_family
@@ -35,6 +38,9 @@ FAMILIES: dict[str, ModuleType] = {
     "llama3": llama3,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
     "qwen2": qwen2,

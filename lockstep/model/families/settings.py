@@ -46,7 +46,8 @@ _NAMES = {
     "reduction_chunks": "reduction_chunks",
 }
 ALIKE = (
-    "qk_norm", "norms", "norm_offset", "plain_norms", "activation", "fused", "rope_interleaved", "qkv_bias"
+    "qk_norm", "norms", "norm_offset", "plain_norms", "activation", "fused", "rope_interleaved", "qkv_bias",
+    "attention_gate",
 )  # fmt: skip
 """Constants of a family that hold for its folders too, not only for the sizes by name."""
 MOST_LAYERS = 1024
@@ -112,7 +113,7 @@ def _read(values: dict[str, Any], where: str, tensors: Callable[[], Collection[s
         if not isinstance(found, dict):
             raise UserError(f"{family}: read_attention gives {found!r:.60}; it must give fields of ModelConfig")
         fields |= found
-    if "sliding_window" not in module.DEFAULTS:
+    if not {"sliding_window", "layer_types"} & module.DEFAULTS.keys():
         layer_kinds(values, ("full_attention",), where, fields["num_layers"])
     fields = read_rope(values, fields["head_dim"], where, rope_keys(module)) | fields
     try:

@@ -179,6 +179,27 @@ def _gate_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, GEL
 
 
 @kernel
+def _sigmoid_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    sigmoid = 1.0 / (1.0 + tl.exp(-tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)))
+    result = sigmoid * tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _sigmoid_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    grad = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)))
+    of_gate = grad * factor * (sigmoid * (1.0 - sigmoid))
+    tl.store(grad_gate + place, of_gate.to(grad_gate.dtype.element_ty), mask=mask)
+    tl.store(grad_up + place, (grad * sigmoid).to(grad_up.dtype.element_ty), mask=mask)
+
+
+@kernel
 def _clamped_swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
@@ -243,6 +264,20 @@ def gate_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tup
 
 silu_mul, silu_mul_backward = partial(gate_mul, gelu=False), partial(gate_mul_backward, gelu=False)
 gelu_mul, gelu_mul_backward = partial(gate_mul, gelu=True), partial(gate_mul_backward, gelu=True)
+
+
+def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """As `lockstep.ops.sigmoid_mul`, without gradient, of contiguous tensors."""
+    out = torch.empty_like(gate)
+    _elementwise(_sigmoid_mul_kernel, gate, up, out)
+    return out
+
+
+def sigmoid_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate` and `up`."""
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    _elementwise(_sigmoid_mul_backward_kernel, grad, gate, up, grad_gate, grad_up)
+    return grad_gate, grad_up
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -146,6 +146,26 @@ static void gate_mul_backward(const T* grad_out, const T* gate, const T* up, T* 
     }
 }
 
+// Gated attention, arXiv 2505.06708.
+template <class T>
+static void sigmoid_mul(const T* gate, const T* up, T* out, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES)
+        store_first(out + i, sigmoid(load_first(gate + i, count - i)) * load_first(up + i, count - i), count - i);
+}
+
+template <class T>
+static void sigmoid_mul_backward(const T* grad_out, const T* gate, const T* up, T* grad_gate, T* grad_up,
+                                 int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t n = count - i;
+        const f32x16 grad = load_first(grad_out + i, n), s = sigmoid(load_first(gate + i, n));
+        store_first(grad_up + i, grad * s, n);
+        store_first(grad_gate + i, grad * (load_first(up + i, n) * s * (1.f - s)), n);
+    }
+}
+
 template <class T>
 static void relu_squared(const T* x, T* out, int64_t count) {
 #pragma omp parallel for if (count > PARALLEL_ELEMENTS)
@@ -247,6 +267,13 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
                                               T* grad_up, int64_t count) {                                            \
         gate_mul_backward<T, gelu>(grad_out, gate, up, grad_gate, grad_up, count);                                    \
     }                                                                                                                 \
+    extern "C" void sigmoid_mul##suffix(const T* gate, const T* up, T* out, int64_t count) {                          \
+        sigmoid_mul<T>(gate, up, out, count);                                                                         \
+    }                                                                                                                 \
+    extern "C" void sigmoid_mul_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,         \
+                                                 T* grad_up, int64_t count) {                                         \
+        sigmoid_mul_backward<T>(grad_out, gate, up, grad_gate, grad_up, count);                                       \
+    }                                                                                                                 \
     extern "C" void relu_squared##suffix(const T* x, T* out, int64_t count) { relu_squared<T>(x, out, count); }       \
     extern "C" void relu_squared_backward##suffix(const T* grad_out, const T* x, T* grad_x, int64_t count) {          \
         relu_squared_backward<T>(grad_out, x, grad_x, count);                                                         \
@@ -266,6 +293,7 @@ static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
     REPLAYABLE(rotary##suffix)                                                                                        \
     REPLAYABLE(silu_mul##suffix)                                                                                      \
     REPLAYABLE(gelu_mul##suffix)                                                                                      \
+    REPLAYABLE(sigmoid_mul##suffix)                                                                                   \
     REPLAYABLE(relu_squared##suffix)                                                                                  \
     REPLAYABLE(clamped_swiglu##suffix)                                                                                \
     REPLAYABLE(add##suffix)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.generate.runner import make_cache, sampler_of
+from lockstep.generate.runner import delta_sizes, make_cache, sampler_of
 from lockstep.model import Decoder, TrainableModel
 from lockstep.model.decoder import Block
 from lockstep.model.shard import is_dtensor
@@ -26,8 +26,8 @@ from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 TAPPED = (
     "embedding", "rms_norm", "heads_norm", "branch_norm", "linear", "formatted_linear", "fused_linear", "head_linear",
-    "rotary", "silu_mul", "gelu_mul", "relu_squared", "router_logits", "route", "experts", "clamped_experts",
-    "add_bias", "softcap",
+    "rotary", "silu_mul", "sigmoid_mul", "gelu_mul", "relu_squared", "router_logits", "route", "experts",
+    "clamped_experts", "add_bias", "softcap",
 )  # fmt: skip
 CHUNK = 16
 """Tokens of a prompt that the generator's path computes at once; completion tokens follow one by one."""
@@ -136,23 +136,33 @@ def _trainer(model: Decoder, tokens: list[int], group: dist.ProcessGroup | None)
 
 def _generator(model: Decoder, tokens: list[int], prompt_length: int) -> Iterator[tuple[int, list[Tap]]]:
     """The taps of each step, and the position of its first token."""
-    pages = -(-len(tokens) // ops.PAGE)
+    pages, sizes = -(-len(tokens) // ops.PAGE), delta_sizes(model)
     cache = make_cache(model, pages)
+    states = None if sizes is None else ops.DeltaCache(sizes, 2, 1, model.dtype, model.device)
     table = torch.arange(pages, device=model.device)[None]
     starts = [*range(0, prompt_length, CHUNK), *range(prompt_length, len(tokens)), len(tokens)]
     for first, stop in zip(starts, starts[1:]):
-        counts = (torch.tensor([count], device=model.device) for count in (stop - first, stop))
+        count, context = (torch.tensor([number], device=model.device) for number in (stop - first, stop))
         row = torch.tensor(tokens[first:stop], device=model.device)
+        delta = None if states is None else _delta_step(states, first, stop)
         with whole_rows():
-            taps = _taps_of(model, row, first, ops.PagedAttention(cache, table, *counts))
+            taps = _taps_of(model, row, first, ops.PagedAttention(cache, table, count, context, delta))
         yield first, taps
+
+
+def _delta_step(cache: ops.DeltaCache, first: int, stop: int) -> ops.DeltaStep:
+    """Of a sequence's tokens from `first` to `stop`, fewer than two chunks of the delta rule: their states take turns
+    in two entries."""
+    read, written = (position // ops.CHUNK for position in (first, stop))
+    columns = (0, read % 2 if read else ops.NO_STATE, written % 2)
+    return ops.DeltaStep(cache, *torch.tensor(columns, dtype=torch.int32, device=cache.states.device)[:, None])
 
 
 def _taps_of(model: Decoder, tokens: Tensor, first: int, attention: ops.Attention) -> list[Tap]:
     """Every operator's output, from the embedding to the log-probability of each token as its own successor."""
     positions = torch.arange(first, first + len(tokens), device=tokens.device)
     with _tapped(model) as taps:
-        hidden = model(tokens, positions, _tapped_attention(attention, taps))
+        hidden = model(tokens, positions, _TappedAttention(model, attention, taps))
         logits = model.logits(hidden)
     ones = torch.ones_like(tokens, dtype=torch.float32)
     if tensor_group_of(model) is None:
@@ -199,13 +209,24 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
             setattr(ops, kind, function)
 
 
-def _tapped_attention(attention: ops.Attention, taps: list[Tap]) -> ops.Attention:
-    def call(layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: ops.Terms = PLAIN) -> Tensor:
-        out = attention(layer, q, k, v, terms)
-        taps.append((f"layer {layer}, attention", out))
+class _TappedAttention:
+    """Appends what each layer attends to, or what its delta rule computes, to the taps."""
+
+    def __init__(self, model: Decoder, attention: ops.Attention, taps: list[Tap]):
+        self._attention, self._taps = attention, taps
+        kinds = [model.config.is_delta(layer) for layer in range(model.config.num_layers)]
+        self._layers = {kind: [layer for layer, each in enumerate(kinds) if each is kind] for kind in (False, True)}
+        """The model's layers with attention, and with the delta rule: each kind is counted apart."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: ops.Terms = PLAIN) -> Tensor:
+        out = self._attention(layer, q, k, v, terms)
+        self._taps.append((f"layer {self._layers[False][layer]}, attention", out))
         return out
 
-    return call
+    def delta(self, layer: int, mixed: Tensor, b: Tensor, a: Tensor, terms: ops.DeltaTerms) -> Tensor:
+        out = self._attention.delta(layer, mixed, b, a, terms)
+        self._taps.append((f"layer {self._layers[True][layer]}, delta rule", out))
+        return out
 
 
 def _in_words(kind: str, weight: str, before: list[Tap]) -> str:

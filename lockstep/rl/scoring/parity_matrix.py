@@ -18,7 +18,7 @@ import numpy as np
 
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
-from lockstep.model.config import ExpertsConfig, Norms
+from lockstep.model.config import DeltaNet, ExpertsConfig, Norms
 from lockstep.model.ropes import LinearRope, LongQueries, Rope
 from lockstep.ops import Routing
 from lockstep.precision import HEAD, Precision
@@ -66,6 +66,10 @@ BLOCKS = {
     "norms without weights, no gate": ModelConfig(
         "nanochat", num_heads=8, num_kv_heads=4, qk_norm="head", plain_norms=True, embedding_norm=True,
         activation="relu_squared", rope_scaling=LinearRope(-1.0), **_SMALL,
+    ),
+    "linear attention, gated attention": ModelConfig(
+        "qwen3", num_heads=8, num_kv_heads=4, qk_norm="head", attention_gate=True, delta=DeltaNet(4, 8, 16, 32),
+        delta_layers=(True, True, True, False), **_SMALL,
     ),
 }  # fmt: skip
 """Shapes with what a block can have elsewhere than Llama's, in combinations that no family has."""

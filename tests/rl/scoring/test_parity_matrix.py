@@ -65,7 +65,7 @@ def test_every_two_settings_meet_in_the_covering_jobs():
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len(full) == (13 + 12) * (4 + 3) * 2 * 3 + 6 * 2 * 3 + (13 + 12) * 4 * 2
+    assert len(full) == (13 + 12) * (4 + 4) * 2 * 3 + 6 * 2 * 3 + (13 + 12) * 4 * 2
     assert {job.layout for job in COVERING if job.shape == MIXTURE} == {*LAYOUTS, *EXPERT_LAYOUTS}
     assert {replace(job, generators=GENERATORS) for job in COVERING} <= set(full)
     assert {job.shape for job in COVERING if job.layout.parallel.tensor > 1} >= QUANTIZED.keys() | BLOCKS.keys()
@@ -81,7 +81,7 @@ def test_every_pair_of_layouts_agrees_in_every_bit_and_in_the_norms_of_gradients
     jobs, results = computed
     cells = compare(results, jobs)
     assert len(cells) == (
-        (13 * 3 + 12 + 13 + 6 + 13 + 39) * len(GENERATORS) + 13 if jobs is RUN else 6 * len(GENERATORS) + 19
+        (13 * 3 + 12 + 13 + 6 + 13 + 52) * len(GENERATORS) + 15 if jobs is RUN else 6 * len(GENERATORS) + 22
     )
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
