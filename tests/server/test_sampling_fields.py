@@ -11,7 +11,6 @@ from lockstep import load_model, score
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.grammars import Matcher
 from lockstep.generate.server import prompt_logprobs
-from lockstep.generate.server.protocol import SamplingRequest
 from tests.server.conftest import running_server
 
 PROMPT = [11, 12, 13, 40, 41]
@@ -183,22 +182,8 @@ def test_too_many_log_probabilities_of_prompts_are_refused_before_any_work(serve
 
 
 def test_a_request_whose_grammar_fails_gets_its_error_and_others_their_tokens(server, monkeypatch):
-    from lockstep.generate.grammars import regex_grammar
-
-    own = SamplingRequest.sampling_params
-
-    def with_grammar(self, *arguments):
-        from dataclasses import replace
-
-        params = own(self, *arguments)
-        return replace(params, grammar=regex_grammar("[ab]{9}")) if self.seed == 7 else params
-
-    def fails(self, token):
-        return False
-
-    monkeypatch.setattr(SamplingRequest, "sampling_params", with_grammar)
-    monkeypatch.setattr(Matcher, "accept", fails)
-    answer = server.complete(prompt=PROMPT, seed=7)
+    monkeypatch.setattr(Matcher, "accept", lambda self, token: False)
+    answer = server.complete(prompt=PROMPT, structured_outputs={"regex": "[ab]{9}"})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "grammar_failed" and "does not allow" in error["message"]
     assert server.complete(prompt=PROMPT, seed=8).status_code == 200

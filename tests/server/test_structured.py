@@ -193,7 +193,7 @@ def test_hostile_schemas_are_refused_or_answered_while_the_server_stays_healthy(
             answer = server.chat("hi", max_tokens=8, seed=1, **of_schema(schema))
             assert answer.status_code in (200, 400), (name, answer.text)
             if answer.status_code == 400:
-                assert answer.json()["error"]["code"] == "unsupported_schema", (name, answer.text)
+                assert answer.json()["error"]["code"] in ("unsupported_schema", "grammar_failed"), (name, answer.text)
     finally:
         ended.set()
         watching.join()
