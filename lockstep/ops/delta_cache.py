@@ -118,7 +118,7 @@ def paged_delta(
     starts: the first row of each sequence, int32, and the end of the last one's. contexts: tokens of each sequence
     after this step, int32. Rows after those of all sequences are padding.
     """
-    if has_kernels(mixed, b, a, terms):
+    if has_kernels(mixed, b, a, terms) and step.cache.inputs.dtype == mixed.dtype:
         return _native_paged(mixed, b, a, terms, layer, step, starts, contexts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     columns = (starts[:-1], starts[1:], contexts, step.slots, step.reads, step.writes)
