@@ -52,20 +52,32 @@ struct Inputs {
     const T* rows;
     const T* const* before;
     int64_t channels, earlier;
-    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into a
-    // blend.
-    __attribute__((noinline)) const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
+    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into
+    // a blend.
+    __attribute__((noinline)) const T* at(int64_t row) const {
+        return row < 0 ? before[row + earlier] : rows + row * channels;
+    }
 };
 
-// Divides a thread's scratch memory.
+// Divides a thread's scratch memory; without any, only counts what is needed.
 struct Memory {
-    float* next;
+    float* first;
+    int64_t used = 0;
     float* take(int64_t count) {
-        float* taken = next;
-        next += padded(count);
+        float* taken = first ? first + used : nullptr;
+        used += padded(count);
         return taken;
     }
 };
+
+// Parts, which divide memory, in that of this thread.
+template <class Parts>
+static Parts in_scratch(const Sizes& sizes) {
+    Memory counted{nullptr};
+    (void)Parts(sizes, counted);
+    Memory memory{scratch<float>(counted.used, 0)};
+    return Parts(sizes, memory);
+}
 
 // What the recurrence reads of a chunk's rows: of one key head and its value heads.
 struct Rows {
@@ -76,9 +88,6 @@ struct Rows {
     // which keys and queries were normed [2][CHUNK].
     float *slopes, *norms;
 
-    static int64_t floats(const Sizes& sizes) {
-        return 2 * CHUNK * sizes.key_row() + sizes.group() * CHUNK * (sizes.value_row() + 2) + LANES;
-    }
     Rows(const Sizes& sizes, Memory& memory) : slopes(nullptr), norms(nullptr) {
         keys = queries = memory.take(2 * CHUNK * sizes.key_row());
         values = memory.take(sizes.group() * CHUNK * sizes.value_row());
@@ -93,7 +102,6 @@ struct HeadWeights {
     float* conv;  // [width][own_channels]
     int64_t head = -1;
 
-    static int64_t floats(const Sizes& sizes) { return sizes.width * sizes.own_channels(); }
     void take(const Layer<T>& layer, int64_t other) {
         if (head == other) return;
         head = other;
@@ -103,7 +111,8 @@ struct HeadWeights {
             const Span span = span_of(layer.sizes, head, part);
             const T* weights = layer.conv + span.channel * width;
             for (int64_t c = 0; c < span.count; c++)
-                for (int64_t tap = 0; tap < width; tap++) conv[tap * own + span.own + c] = wide(weights[c * width + tap]);
+                for (int64_t tap = 0; tap < width; tap++)
+                    conv[tap * own + span.own + c] = wide(weights[c * width + tap]);
         }
     }
 };

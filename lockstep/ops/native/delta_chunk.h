@@ -198,9 +198,6 @@ struct Products {
     float* from_start;       // [CHUNK]
     float* decayed;          // [key_dim][CHUNK]
 
-    static int64_t floats(const Sizes& sizes) {
-        return 4 * CHUNK * CHUNK + 2 * CHUNK * sizes.value_row() + CHUNK + sizes.key_dim * CHUNK;
-    }
     Products(const Sizes& sizes, Memory& memory) {
         inner = memory.take(2 * CHUNK * CHUNK);
         weights = memory.take(2 * CHUNK * CHUNK);
