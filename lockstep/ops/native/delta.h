@@ -156,8 +156,13 @@ static inline float norm_row(float* x, int64_t dim, float length) {
     return factor * length;
 }
 
-// Rows are too far from each other for the processor to prefetch them.
-constexpr int64_t PREFETCHED_ROWS = 4;
+// Rows are too far from each other for the processor to prefetch them: the next few are fetched, and, into the second
+// cache, those of the next chunk.
+template <class T>
+static inline void prefetch_rows(const T* row, int64_t stride, bool has_next) {
+    if (has_next) __builtin_prefetch(row + CHUNK * stride, 0, 2);
+    __builtin_prefetch(row + 3 * stride);
+}
 
 // Up to 16 channels of a row: a chain over the taps, the oldest first, then silu. TAPS: the width if it is known.
 template <int TAPS, class T>
@@ -165,7 +170,7 @@ static inline void convolve(const T* const* taps, const float* weights, const Si
                             int64_t count, float* out, float* slopes) {
     f32x16 x = {};
     const int64_t width = TAPS ? TAPS : sizes.width, own = sizes.own_channels();
-    __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
+    prefetch_rows(taps[width - 1] + channel, sizes.channels(), slopes == nullptr);  // gradients go backward
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap < width; tap++)
         x = multiply_add(load_first(taps[tap] + channel, count), load(weights + tap * own), x);

@@ -71,8 +71,8 @@ static void convolution_row_gradients(const T* const* taps, const float* outputs
         const int64_t place = span.own + i, channel = span.channel + i, count = span.count - i;
         const f32x16 grad = load(outputs + place);
         f32x16 x = {};
-        __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
-        __builtin_prefetch(grad_inputs + channel + PREFETCHED_ROWS * sizes.channels(), 1);
+        __builtin_prefetch(taps[width - 1] + channel + 3 * sizes.channels());
+        __builtin_prefetch(grad_inputs + channel + 3 * sizes.channels(), 1);
 #pragma GCC unroll 4
         for (int64_t tap = 0; tap < width; tap++) {
             x = multiply_add(load(weights + tap * own + place), load(outputs + (width - 1 - tap) * own + place), x);
