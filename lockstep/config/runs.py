@@ -120,7 +120,7 @@ class RLConfig:
     output: str = "run"
     """Output folder of the run."""
     model: str = ""
-    """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
+    """The model to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
     environment: str = ""
     """What to learn: `code`, `digit_sum`, `gsm8k`, `math` or `prompts`; `gymnasium:ID` or `verifiers:TASKSET`; or

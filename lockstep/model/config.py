@@ -153,7 +153,7 @@ class ExpertsConfig:
         if not self.routing.scale > 0:
             raise UserError(f"model: the experts' scale is {self.routing.scale}; it must be above 0")
         if self.shared_gate and not self.shared_size:
-            raise UserError("model: shared_gate is of a shared expert; set shared_size, or leave it off")
+            raise UserError("model: shared_gate needs a shared expert; set shared_size, or leave it off")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def paged_delta(
 
         places = kernels.Places(starts, contexts, step.slots, step.reads, step.writes)
         return kernels.paged(mixed, b, a, terms, places, kernels.Kept(*step.cache.layer(layer)))
-    if has_kernels(mixed, b, a, terms):
+    if has_kernels(mixed, b, a, terms) and step.cache.inputs.dtype == mixed.dtype:
         return _native_paged(mixed, b, a, terms, layer, step, starts, contexts)
     out = mixed.new_zeros(len(mixed), terms.value_heads, terms.value_dim)
     columns = (starts[:-1], starts[1:], contexts, step.slots, step.reads, step.writes)

@@ -36,7 +36,8 @@ _QWEN3_5 = {
     "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
-    "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "mlp_only_layers": [], "model_type": "qwen3_5_text", "output_gate_type": "swish",
+    "unsloth_fixed_mtp": True, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
     "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
     "rope_parameters": {
         "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,

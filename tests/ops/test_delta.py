@@ -104,11 +104,12 @@ def test_values_and_gradients_are_those_of_float64(shape, dtype, decays, strengt
     theirs = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     # One rounding of the result to its dtype, plus sums of up to 130 rows that float32 rounds one by one, each of which
     # an update may repeat: the system that the updates solve amplifies errors several times. A decay's gradient is the
-    # difference of parts of order 1, which may be all but equal.
+    # difference of parts of order 1, which may be all but equal; a rate's is the sum of 200 of them.
     tolerance = 1e-4 if dtype == FLOAT else 1e-2
     for name, mine, reference in zip(("out", "mixed", "b", "a", "conv", "rates", "bias"), ours, theirs):
         assert mine.dtype == dtype
-        assert (mine.double() - reference).abs().max() <= tolerance * max(0.1, float(reference.abs().max())), name
+        scale = max(0.1 if name in ("out", "mixed", "b", "a") else 2.0, float(reference.abs().max()))
+        assert (mine.double() - reference).abs().max() <= tolerance * scale, name
         assert not mine[-PADDING:].any() or name not in ("out", "mixed", "b", "a")
 
 
@@ -127,8 +128,8 @@ def test_kernels_compute_what_defines_them(form, shape, decays):
 def test_values_are_those_of_transformers():
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     lengths, shape = [200], (2, 4, 32, 48)
-    mixed, b, a, terms = (x[:200] if isinstance(x, Tensor) else x for x in drawn(lengths, shape))
-    terms = drawn(lengths, shape)[3]
+    *rows, terms = drawn(lengths, shape)
+    mixed, b, a = (x[:200] for x in rows)
     x = F.silu(F.conv1d(F.pad(mixed.T, (3, 0))[None], terms.conv[:, None], groups=mixed.shape[1])[0].T)
     q, k, v = (each.unflatten(1, (heads, -1))[None] for each, heads in zip(x.split((64, 64, 192), 1), (2, 2, 4)))
     decay = -terms.log_rates.exp() * F.softplus(a + terms.step_bias)
@@ -209,10 +210,10 @@ def assert_pieces_agree(
             paged.slots[moved] = target
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     shape=st.sampled_from(SHAPES),
     decays=st.sampled_from([*DECAYS]),
     strength=st.sampled_from([2.0, 30.0]),
@@ -236,6 +237,19 @@ def test_a_step_that_crossed_a_boundary_in_vain_leaves_no_trace(first):
         for count, wrong in ((accepted, 8 - accepted), (1, 8), (30, 2), (1, 0)):
             out, rows = paged.step({0: count}, {0: wrong})
             assert torch.equal(out[rows >= 0], expected[rows[rows >= 0]]), (accepted, count)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_sequences_continue_from_a_shared_state_in_slots_of_their_own(dtype):
+    inputs = drawn([150], SHAPES[2], dtype)
+    expected = delta(*inputs, starts_of([150]))
+    paged = Paged(inputs, [150], 0, Random(0))
+    paged.step({0: 128}, {})
+    for slot, counts in ((0, (1, 1, 1, 1, 5)), (1, (2, 20)), (2, (22,))):
+        paged.slots, paged.done = [slot], [128]
+        for count in counts:
+            out, rows = paged.step({0: count}, {})
+            assert torch.equal(out, expected[rows]), (slot, count)
 
 
 @pytest.mark.parametrize(("broken", "dtype"), [(torch.nan, FLOAT), (torch.inf, FLOAT), (torch.nan, HALF)])

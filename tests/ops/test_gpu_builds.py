@@ -18,12 +18,14 @@ SPILLS = {
     torch.bfloat16: {
         "attention.attend_kernel": 8192, "attention_backward.keys_kernel": 128,
         "attention_backward.queries_kernel": 256, "delta.recurrence_kernel": 64, "delta_backward.chunks_kernel": 256,
-        "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128, "rows.rms_norm_backward_kernel": 512,
+        "delta_backward.updates_kernel": 64, "grouped_linear.grouped_kernel": 128, "linear.linear_kernel": 128,
+        "rows.rms_norm_backward_kernel": 512,
     },
     torch.float32: {
         "attention.attend_kernel": 10240, "attention_backward.keys_kernel": 256,
         "attention_backward.queries_kernel": 1024, "delta.recurrence_kernel": 64, "delta_backward.chunks_kernel": 256,
-        "experts.combine_backward_kernel": 64, "rows.rms_norm_backward_kernel": 2048,
+        "delta_backward.updates_kernel": 64, "experts.combine_backward_kernel": 64,
+        "rows.rms_norm_backward_kernel": 2048,
     },
 }  # fmt: skip
 """The most bytes that a thread of each kernel may spill; docs/gpu.md says how many and why. The others spill none."""

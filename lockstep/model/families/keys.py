@@ -38,7 +38,7 @@ these."""
 WITHOUT_EFFECT = {
     # The folder's origin.
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map", "custom_pipelines",
-    "unsloth_fixed", "unsloth_version", "transformers.js_config", "is_llama_config",
+    "unsloth_fixed", "unsloth_fixed_mtp", "unsloth_version", "transformers.js_config", "is_llama_config",
     # Initialization.
     "initializer_range", "pretraining_tp",
     # Implementation, and additional outputs.

@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 """Defaults of missing keys in a `config.json`: those of transformers' class."""
-ONLY = {"attn_output_gate": True}
+ONLY = {"attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []}
 WITHOUT_EFFECT = {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 """The state is always float32; the others are of multi-token prediction layers."""
 ROPE_KEYS = RopeKeys(partial=True, more=("mrope_section", "mrope_interleaved"))
@@ -72,7 +72,8 @@ def read_delta(values: dict[str, Any], where: str, fused: bool) -> dict[str, Any
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
     """The keys of `config.json`."""
-    return write_delta(config) | {"mtp_num_hidden_layers": 0}
+    # The state's dtype and the gate are vLLM's keys: without the first, its state would have the model's dtype.
+    return write_delta(config) | {"mtp_num_hidden_layers": 0, "mamba_ssm_dtype": "float32", "attn_output_gate": True}
 
 
 def write_delta(config: ModelConfig) -> dict[str, Any]:

@@ -11,36 +11,35 @@ extern "C" int omp_get_max_threads();
 // Fewer elements of states are not worth waking the other threads.
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
 
-// A thread's memory, and the head whose weights it has.
-template <class T>
-struct Worker {
-    const Layer<T>& layer;
-    Memory memory;
-    HeadWeights<T> weights;
+struct HeadScratch {
+    float* conv;  // [width][own_channels]
     Rows rows;
     Products products;
     float* states;  // [group][key_dim][value_row]
     Chunk chunk;
-    std::vector<const T*> before;
-    std::vector<T> nothing;
 
-    static int64_t floats(const Sizes& sizes) {
-        return HeadWeights<T>::floats(sizes) + Rows::floats(sizes) + Products::floats(sizes) +
-               sizes.group() * (sizes.state() + CHUNK * (sizes.value_row() + 1)) + sizes.key_dim * CHUNK + 16 * LANES;
-    }
-    explicit Worker(const Layer<T>& layer)
-        : layer(layer),
-          memory{scratch<float>(floats(layer.sizes), 0)},
-          weights{memory.take(HeadWeights<T>::floats(layer.sizes))},
-          rows(layer.sizes, memory),
-          products(layer.sizes, memory) {
-        const Sizes& sizes = layer.sizes;
+    HeadScratch(const Sizes& sizes, Memory& memory)
+        : conv(memory.take(sizes.width * sizes.own_channels())), rows(sizes, memory), products(sizes, memory) {
         states = memory.take(sizes.group() * sizes.state());
         chunk = {memory.take(sizes.key_dim * CHUNK), memory.take(sizes.group() * CHUNK * sizes.value_row()),
                  sizes.value_row(), memory.take(sizes.group() * CHUNK)};
-        before.resize(sizes.earlier());
-        nothing.resize(sizes.channels());
     }
+};
+
+// A thread's memory, and the head whose weights it has.
+template <class T>
+struct Worker : HeadScratch {
+    const Layer<T>& layer;
+    HeadWeights<T> weights;
+    std::vector<const T*> before;
+    std::vector<T> nothing;
+
+    explicit Worker(const Layer<T>& layer)
+        : HeadScratch(in_scratch<HeadScratch>(layer.sizes)),
+          layer(layer),
+          weights{conv},
+          before(layer.sizes.earlier()),
+          nothing(layer.sizes.channels()) {}
     State own_states() const { return {states, layer.sizes.value_row(), layer.sizes.state()}; }
     // Between tensors of unpadded rows and scratch memory.
     void copy_states(float* tensor, bool to_tensor) const {

@@ -52,20 +52,32 @@ struct Inputs {
     const T* rows;
     const T* const* before;
     int64_t channels, earlier;
-    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into a
-    // blend.
-    __attribute__((noinline)) const T* at(int64_t row) const { return row < 0 ? before[row + earlier] : rows + row * channels; }
+    // Inlined into a loop, GCC 12 would read `before` for every row, also beyond its end: it merges a masked load into
+    // a blend.
+    __attribute__((noinline)) const T* at(int64_t row) const {
+        return row < 0 ? before[row + earlier] : rows + row * channels;
+    }
 };
 
-// Divides a thread's scratch memory.
+// Divides a thread's scratch memory; without any, only counts what is needed.
 struct Memory {
-    float* next;
+    float* first;
+    int64_t used = 0;
     float* take(int64_t count) {
-        float* taken = next;
-        next += padded(count);
+        float* taken = first ? first + used : nullptr;
+        used += padded(count);
         return taken;
     }
 };
+
+// Parts, which divide memory, in that of this thread.
+template <class Parts>
+static Parts in_scratch(const Sizes& sizes) {
+    Memory counted{nullptr};
+    (void)Parts(sizes, counted);
+    Memory memory{scratch<float>(counted.used, 0)};
+    return Parts(sizes, memory);
+}
 
 // What the recurrence reads of a chunk's rows: of one key head and its value heads.
 struct Rows {
@@ -76,9 +88,6 @@ struct Rows {
     // which keys and queries were normed [2][CHUNK].
     float *slopes, *norms;
 
-    static int64_t floats(const Sizes& sizes) {
-        return 2 * CHUNK * sizes.key_row() + sizes.group() * CHUNK * (sizes.value_row() + 2) + LANES;
-    }
     Rows(const Sizes& sizes, Memory& memory) : slopes(nullptr), norms(nullptr) {
         keys = queries = memory.take(2 * CHUNK * sizes.key_row());
         values = memory.take(sizes.group() * CHUNK * sizes.value_row());
@@ -93,7 +102,6 @@ struct HeadWeights {
     float* conv;  // [width][own_channels]
     int64_t head = -1;
 
-    static int64_t floats(const Sizes& sizes) { return sizes.width * sizes.own_channels(); }
     void take(const Layer<T>& layer, int64_t other) {
         if (head == other) return;
         head = other;
@@ -103,7 +111,8 @@ struct HeadWeights {
             const Span span = span_of(layer.sizes, head, part);
             const T* weights = layer.conv + span.channel * width;
             for (int64_t c = 0; c < span.count; c++)
-                for (int64_t tap = 0; tap < width; tap++) conv[tap * own + span.own + c] = wide(weights[c * width + tap]);
+                for (int64_t tap = 0; tap < width; tap++)
+                    conv[tap * own + span.own + c] = wide(weights[c * width + tap]);
         }
     }
 };
@@ -147,8 +156,13 @@ static inline float norm_row(float* x, int64_t dim, float length) {
     return factor * length;
 }
 
-// Rows are too far from each other for the processor to prefetch them.
-constexpr int64_t PREFETCHED_ROWS = 4;
+// Rows are too far from each other for the processor to prefetch them: the next few are fetched, and, into the second
+// cache, those of the next chunk.
+template <class T>
+static inline void prefetch_rows(const T* row, int64_t stride, bool has_next) {
+    if (has_next) __builtin_prefetch(row + CHUNK * stride, 0, 2);
+    __builtin_prefetch(row + 3 * stride);
+}
 
 // Up to 16 channels of a row: a chain over the taps, the oldest first, then silu. TAPS: the width if it is known.
 template <int TAPS, class T>
@@ -156,7 +170,7 @@ static inline void convolve(const T* const* taps, const float* weights, const Si
                             int64_t count, float* out, float* slopes) {
     f32x16 x = {};
     const int64_t width = TAPS ? TAPS : sizes.width, own = sizes.own_channels();
-    __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
+    prefetch_rows(taps[width - 1] + channel, sizes.channels(), slopes == nullptr);  // gradients go backward
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap < width; tap++)
         x = multiply_add(load_first(taps[tap] + channel, count), load(weights + tap * own), x);

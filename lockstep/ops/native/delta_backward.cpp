@@ -9,12 +9,8 @@ struct Gradients {
     float *conv, *log_rates, *step_bias;
 };
 
-// A thread's memory.
-template <class T>
-struct BackwardWorker {
-    const Layer<T>& layer;
-    Memory memory;
-    HeadWeights<T> weights;
+struct BackwardScratch {
+    float* conv;  // [width][own_channels]
     Rows rows;
     Products products;
     HeadMemory of_head;
@@ -26,26 +22,12 @@ struct BackwardWorker {
     // [CHUNK + width - 1][own_channels]: the gradients of the convolution's outputs; the rows after the chunk's are
     // those of the chunk after it.
     float* outputs;
-    std::vector<const T*> before, sources;  // rows of inputs before a sequence, and of a chunk
-    std::vector<T> nothing;
 
-    static int64_t floats(const Sizes& sizes) {
-        const int64_t of_rows = (CHUNK + sizes.width) * sizes.own_channels() + CHUNK * sizes.own_channels();
-        return HeadWeights<T>::floats(sizes) + Rows::floats(sizes) + Products::floats(sizes) + HeadMemory::floats(sizes) +
-               of_rows + sizes.group() * (sizes.state() + CHUNK) + (sizes.key_dim + 2 * sizes.key_row() + 4) * CHUNK +
-               16 * LANES;
-    }
-    explicit BackwardWorker(const Layer<T>& layer)
-        : layer(layer),
-          memory{scratch<float>(floats(layer.sizes), 0)},
-          weights{memory.take(HeadWeights<T>::floats(layer.sizes))},
-          rows(layer.sizes, memory),
-          products(layer.sizes, memory),
-          of_head(layer.sizes, memory),
-          before(layer.sizes.earlier()),
-          sources(CHUNK + layer.sizes.earlier()),
-          nothing(layer.sizes.channels()) {
-        const Sizes& sizes = layer.sizes;
+    BackwardScratch(const Sizes& sizes, Memory& memory)
+        : conv(memory.take(sizes.width * sizes.own_channels())),
+          rows(sizes, memory),
+          products(sizes, memory),
+          of_head(sizes, memory) {
         rows.slopes = memory.take(CHUNK * sizes.own_channels());
         rows.norms = memory.take(2 * CHUNK);
         keys = memory.take(sizes.key_dim * CHUNK);
@@ -56,8 +38,26 @@ struct BackwardWorker {
         grad_strengths = memory.take(CHUNK);
         grad_log_decays = memory.take(CHUNK);
         outputs = memory.take((CHUNK + sizes.earlier()) * sizes.own_channels());
-        std::fill(before.begin(), before.end(), nothing.data());
-        std::fill(after, after + sizes.group() * sizes.state(), 0.f);  // padding is multiplied
+    }
+};
+
+// A thread's memory, and the head whose weights it has.
+template <class T>
+struct BackwardWorker : BackwardScratch {
+    const Layer<T>& layer;
+    HeadWeights<T> weights;
+    std::vector<T> nothing;
+    std::vector<const T*> before, sources;  // rows of inputs before a sequence, and of a chunk
+
+    explicit BackwardWorker(const Layer<T>& layer)
+        : BackwardScratch(in_scratch<BackwardScratch>(layer.sizes)),
+          layer(layer),
+          weights{conv},
+          nothing(layer.sizes.channels()),
+          before(layer.sizes.earlier(), nothing.data()),
+          sources(CHUNK + layer.sizes.earlier()) {
+        of_head.clear_padding(layer.sizes);
+        std::fill(after, after + layer.sizes.group() * layer.sizes.state(), 0.f);  // padding is multiplied
     }
 };
 
@@ -71,8 +71,8 @@ static void convolution_row_gradients(const T* const* taps, const float* outputs
         const int64_t place = span.own + i, channel = span.channel + i, count = span.count - i;
         const f32x16 grad = load(outputs + place);
         f32x16 x = {};
-        __builtin_prefetch(taps[width - 1] + channel + PREFETCHED_ROWS * sizes.channels());
-        __builtin_prefetch(grad_inputs + channel + PREFETCHED_ROWS * sizes.channels(), 1);
+        __builtin_prefetch(taps[width - 1] + channel + 3 * sizes.channels());
+        __builtin_prefetch(grad_inputs + channel + 3 * sizes.channels(), 1);
 #pragma GCC unroll 4
         for (int64_t tap = 0; tap < width; tap++) {
             x = multiply_add(load(weights + tap * own + place), load(outputs + (width - 1 - tap) * own + place), x);
@@ -110,7 +110,8 @@ struct SequenceHead {
         const int64_t dim = sizes.value_dim, row = sizes.value_row();
         for (int64_t r = 0; r < count; r++) {
             std::fill(out + r * row + dim / LANES * LANES, out + (r + 1) * row, 0.f);
-            for (int64_t n = 0; n < dim; n += LANES) store(out + r * row + n, load_first(first + r * stride + n, dim - n));
+            for (int64_t n = 0; n < dim; n += LANES)
+                store(out + r * row + n, load_first(first + r * stride + n, dim - n));
         }
     }
 
@@ -138,7 +139,8 @@ struct SequenceHead {
         const float rate = exp_float(wide(layer.log_rates[value_head])), bias = wide(layer.step_bias[value_head]);
         float *of_rates = sums + sizes.width * sizes.own_channels(), *of_biases = of_rates + sizes.group();
         for (int64_t t = 0; t < count; t += LANES) {
-            const int64_t at = (start + begin + t) * sizes.value_heads + value_head, in_block = std::min(LANES, count - t);
+            const int64_t at = (start + begin + t) * sizes.value_heads + value_head;
+            const int64_t in_block = std::min(LANES, count - t);
             const f32x16 strength = load(worker.rows.strengths + g * CHUNK + t);
             const f32x16 of_log = load(worker.grad_log_decays + t);
             const f32x16 step = column(layer.a + at, sizes.value_heads, count - t) + bias;
@@ -162,7 +164,8 @@ struct SequenceHead {
         const float* given = part ? worker.grad_queries : worker.grad_keys;
         const float squared_length = part ? 1.f / (float)sizes.key_dim : 1.f;
         for (int64_t t = 0; t < count; t++) {
-            const float along = product_of_rows(normed + t * row, given + t * row, padded(sizes.key_dim)) / squared_length;
+            const float length = product_of_rows(normed + t * row, given + t * row, padded(sizes.key_dim));
+            const float along = length / squared_length;
             const float factor = worker.rows.norms[part * CHUNK + t];
             for (int64_t d = 0; d < padded(sizes.key_dim); d += LANES) {
                 const int64_t place = t * sizes.own_channels() + part * padded(sizes.key_dim) + d;

@@ -2,7 +2,7 @@
 //
 // With D_ij = e^(G_i - G_j), for j ≤ i, the chunk is: u_i = β_i (v_i - e^G_i Sᵀk_i - Σ_j<i A_ij u_j) with
 // A_ij = D_ij k_i·k_j, o_i = e^G_i Sᵀq_i + Σ_j≤i B_ij u_j with B_ij = D_ij q_i·k_j, and after it the state is
-// e^G_e S + Σ_j e^(G_e - G_j) k_j u_jᵀ. Below, z_i = -β_i du_i is the gradient of what is taken from v_i, whose own is
+// e^G_e S + Σ_j e^(G_e - G_j) k_j u_jᵀ. Below, z_i = -β_i du_i is the gradient of what is taken from v_i; v_i's is
 // -z_i.
 #pragma once
 #include "delta_chunk.h"
@@ -30,11 +30,6 @@ struct HeadMemory {
     float* scaled;                            // [2 · rows][key_row]: e^G q, then e^G k
     float *to_end, *of_decays;                // [CHUNK]: e^(G_e - G), dG
 
-    static int64_t floats(const Sizes& sizes) {
-        const int64_t values = padded(sizes.value_dim);
-        return sizes.state() + 2 * values * sizes.key_row() + 5 * CHUNK * sizes.value_row() + values * CHUNK +
-               2 * CHUNK * CHUNK + 5 * CHUNK * sizes.key_row() + 2 * CHUNK;
-    }
     HeadMemory(const Sizes& sizes, Memory& memory) {
         const int64_t values = padded(sizes.value_dim);
         before = memory.take(sizes.state());
@@ -51,7 +46,10 @@ struct HeadMemory {
         scaled = memory.take(2 * CHUNK * sizes.key_row());
         to_end = memory.take(CHUNK);
         of_decays = memory.take(CHUNK);
-        std::fill(before_across, before_across + 2 * values * sizes.key_row(), 0.f);  // the padding of both
+    }
+    // Padding that is multiplied but never written.
+    void clear_padding(const Sizes& sizes) const {
+        std::fill(before_across, after_across + padded(sizes.value_dim) * sizes.key_row(), 0.f);
     }
 };
 
@@ -94,8 +92,8 @@ struct ChunkHead {
         decay_weights(products.inner, decays, 0, count, products.weights);
         exponentials(decays, count, products.from_start);
         if (has_before)
-            product({rows.keys, sizes.key_row(), 1}, memory.before, sizes.value_row(), products.reads, sizes.value_row(),
-                    count, sizes.key_dim, columns(), FromZero{});
+            product({rows.keys, sizes.key_row(), 1}, memory.before, sizes.value_row(), products.reads,
+                    sizes.value_row(), count, sizes.key_dim, columns(), FromZero{});
         const Reading reading{products.weights,
                               nullptr,
                               has_before ? products.reads : nullptr,
@@ -242,8 +240,8 @@ struct ChunkHead {
             memory.of_decays[last] += whole * product_of_rows(after, memory.before, sizes.state());
         const Factor left{memory.scaled, 1, row};
         const auto add = [&](const auto& start) {
-            product(left, memory.grads, sizes.value_row(), after, sizes.value_row(), sizes.key_dim, 2 * count, columns(),
-                    start);
+            product(left, memory.grads, sizes.value_row(), after, sizes.value_row(), sizes.key_dim, 2 * count,
+                    columns(), start);
         };
         if (has_after)
             add(FromScaled{after, sizes.value_row(), whole});

@@ -198,9 +198,6 @@ struct Products {
     float* from_start;       // [CHUNK]
     float* decayed;          // [key_dim][CHUNK]
 
-    static int64_t floats(const Sizes& sizes) {
-        return 4 * CHUNK * CHUNK + 2 * CHUNK * sizes.value_row() + CHUNK + sizes.key_dim * CHUNK;
-    }
     Products(const Sizes& sizes, Memory& memory) {
         inner = memory.take(2 * CHUNK * CHUNK);
         weights = memory.take(2 * CHUNK * CHUNK);
@@ -257,6 +254,9 @@ template <class T>
 static void extend(const Rows& rows, const Sizes& sizes, const Chunk& chunk, int64_t first, int64_t count,
                    const State& state, T* out, const Products& products) {
     const int64_t value_row = sizes.value_row(), columns = padded(sizes.value_dim);
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t n = 0; n < sizes.group() * sizes.value_dim; n += LANES)
+            __builtin_prefetch(out + t * sizes.value_heads * sizes.value_dim + n, 1);
     append_rows(rows, sizes, chunk, first, count);
     inner_products(rows, sizes, chunk.keys, first, count, products.inner);
     for (int64_t g = 0; g < sizes.group(); g++) {
