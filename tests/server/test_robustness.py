@@ -16,7 +16,7 @@ from lockstep.generate.server import answer as answers
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import MOST, parse_body
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
-from lockstep.generate.server.responses import Reply
+from lockstep.generate.server.reply import Reply
 from lockstep.model import read_config
 from tests.server.conftest import Panic, running_server
 
