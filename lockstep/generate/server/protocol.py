@@ -290,12 +290,14 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Strictly[TextPart] | None = Field(None, description=CONTENT)
+    content: str | Strictly[TextPart] | None = Field(default=None, description=CONTENT)
     name: str | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="what an earlier answer had as its reasoning")
-    reasoning: str | None = Field(None, description="another name of reasoning_content")
-    tool_calls: Strictly[CallBody] | None = Field(None, max_length=1024, description="a list of up to 1024 calls")
+    reasoning_content: str | None = Field(default=None, description="what an earlier answer had as its reasoning")
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
+    tool_calls: Strictly[CallBody] | None = Field(
+        default=None, max_length=1024, description="a list of up to 1024 calls"
+    )
 
     def plain(self, between: str = "\n", layout: CallLayout | None = None) -> dict[str, Any]:
         """The message in the form that templates expect: the content is one string, its parts joined by `between`.

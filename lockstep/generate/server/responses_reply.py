@@ -73,8 +73,10 @@ class OutputItem:
         if self.call is not None:
             call = {"call_id": self.call.id, "name": self.call.name, "arguments": "" if begun else self.text}
             return json.dumps(common | call)
-        kind = {"summary": [], "encrypted_content": None} if self.kind == "reasoning" else {"role": "assistant"}
-        return json_with(common | kind, content="[]" if begun else f"[{self.part()}]")
+        more: dict[str, Any] = {"role": "assistant"}
+        if self.kind == "reasoning":
+            more = {"summary": [], "encrypted_content": None}
+        return json_with(common | more, content="[]" if begun else f"[{self.part()}]")
 
 
 PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
@@ -154,9 +156,10 @@ class ResponsesReply:
         return events + self._event(f"response.{self._status}", response=response)
 
     def error(self, error: ApiError) -> str:
-        of_error = {"code": error.code, "message": error.message, "param": error.param}
         response = self._response("failed", error=json.dumps({"code": "server_error", "message": error.message}))
-        return self._event("error", **of_error) + self._event("response.failed", response=response)
+        return self._event("error", code=error.code, message=error.message, param=error.param) + self._event(
+            "response.failed", response=response
+        )
 
     @property
     def _status(self) -> Status:
