@@ -14,7 +14,7 @@ CLIENTS = {
     "litellm": ["litellm==1.110.2"],
     "smolagents": ["smolagents[openai]==1.26.0"],
     "pydantic_ai": ["pydantic-ai-slim[openai]==2.68.0"],
-    "langchain": ["langchain-openai==1.7.4", "langgraph==1.2.22"],
+    "langchain": ["langchain-openai==1.7.4", "langgraph==1.2.24"],
     "inspect_ai": ["inspect-ai==0.3.285", "openai==3.57.0"],
     "mini_swe_agent": ["mini-swe-agent==2.4.6"],
 }
