@@ -1,8 +1,8 @@
 """`lockstep serve`, whose model says what a file tells it: `python -m tests.clients.scripted_server serve …`.
 
-SCRIPT is a folder. `replies.jsonl` in it has a reply per line, as a JSON string; each sample takes the first one that is
-left, then ends its turn. `prompts.jsonl` gets the prompts that were answered. Only the drawn tokens are replaced: the
-engine computes, stops and reports as ever, and a reply that a grammar does not allow is an error.
+SCRIPT is a folder. Its `replies.jsonl` has a reply per line, as a JSON string; each sample takes the first one that is
+left, and ends its turn after it. `prompts.jsonl` gets the prompts that were answered. Only drawn tokens are replaced:
+the engine computes, stops and reports as ever, and a reply that the request's grammar does not allow is an error.
 """
 
 import json

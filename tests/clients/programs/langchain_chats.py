@@ -1,4 +1,5 @@
-"""langchain-openai: tools, structured output in three ways, and LangGraph's agent. Arguments: the URL."""
+"""langchain-openai: tools, structured output in three ways, and LangGraph's agent. Arguments: the URL, and
+"scripted" if the model is."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""litellm under both of its names for servers like this one: a chat with tools, whole and streamed. Arguments: the URL."""
+"""litellm, under both of its names for such servers: a chat with tools, whole and streamed. Arguments: the URL."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""pydantic-ai: an agent with a tool and an output type, by its three ways to such an output, and streamed. Arguments: the
-URL."""
+"""pydantic-ai: an agent with a tool, with an output type in three ways, and streamed. Arguments: the URL,
+and "scripted" if the model is."""
 
 import json
 import sys
