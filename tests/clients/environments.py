@@ -12,6 +12,9 @@ FOLDER = Path(__file__).parent / ".environments"
 CLIENTS = {
     "openai": ["openai==3.57.0"],
     "litellm": ["litellm==1.110.2"],
+    # Streams in the form of Anthropic import the proxy of litellm.
+    "litellm_messages": ["litellm==1.110.2", "fastapi==0.165.0", "orjson==3.13.0", "soundfile==0.14.0"],
+    "openai_agents": ["openai-agents==0.24.0", "openai==3.57.0"],
     "smolagents": ["smolagents[openai]==1.26.0"],
     "pydantic_ai": ["pydantic-ai-slim[openai]==2.68.0"],
     "langchain": ["langchain-openai==1.7.4", "langgraph==1.2.24"],

@@ -4,6 +4,7 @@
 import json
 import re
 import time
+from functools import partial
 
 import openai
 import pytest
@@ -351,7 +352,7 @@ def test_efforts_of_reasoning_are_told_to_templates_that_read_them(serving, rend
         ("mistral", none, {}),
     ):
         server = serving(name)
-        ((_, values),) = rendered(server, lambda: respond(server, reasoning=effort, max_output_tokens=1))
+        ((_, values),) = rendered(server, partial(respond, server, reasoning=effort, max_output_tokens=1))
         assert values == expected, name
     for name, effort in (("qwen3", "low"), ("mistral", "high")):
         assert "no way to ask for" in refused(serving(name), reasoning={"effort": effort})["message"]
