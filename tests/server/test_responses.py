@@ -315,6 +315,20 @@ def test_a_conversation_continues_from_a_stored_response(serving, rendered, say)
         assert unknown.value.code == "previous_response_not_found" and unknown.value.param == "previous_response_id"
 
 
+def test_a_stored_conversation_has_all_turns_but_no_call_that_was_cut_off(serving, rendered, say):
+    server = serving("qwen3")
+    first = respond(server, input="one", max_output_tokens=1)
+    second = respond(server, input="two", previous_response_id=first["id"], max_output_tokens=1)
+    say(server, [CALL], ends=False)
+    cut = dict(input="three", previous_response_id=second["id"], tools=TOOLS, **END, max_output_tokens=24)
+    last = streamed(server, **cut)[-1]["response"]
+    assert last["status"] == last["output"][-1]["status"] == "incomplete" and last["output"][-1]["arguments"]
+    ((messages, _),) = rendered(server, lambda: respond(server, input="four", previous_response_id=last["id"]))
+    assert [message["content"] for message in messages if message["role"] == "user"] == ["one", "two", "three", "four"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 3 + ["user"]
+    assert not any("tool_calls" in message for message in messages)
+
+
 def test_a_streamed_response_is_stored_and_one_that_asks_for_it_is_not(thinking):
     last = streamed(thinking, temperature=0)[-1]["response"]
     unstored = respond(thinking, store=False)
