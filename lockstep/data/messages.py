@@ -208,6 +208,16 @@ def between_parts(template: ChatTemplate) -> str:
     return "\n" if match is None or "text" in match[1] else match[1]
 
 
+def shows_developer(template: ChatTemplate) -> bool:
+    """Whether a template shows messages of the role developer; most only know it as system, and skip or refuse it."""
+    try:
+        return "\ue000" in template.render(
+            [{"role": "developer", "content": "\ue000"}, {"role": "user", "content": "?"}]
+        )
+    except ChatTemplateError:
+        return False
+
+
 def refuse_hidden(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], trained: Sequence[bool], text: str, **values: Any
 ) -> None:

@@ -15,6 +15,7 @@ from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.server.keys import ADMIN_ROUTES
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from lockstep.generate.server.responses_body import ResponsesRequest
 from lockstep.model import load_weights, preset
 from tests.server.conftest import Running, running_server
 
@@ -30,6 +31,13 @@ BODIES = [
     ("/v1/completions", {"prompt": "a b", "max_tokens": 0, "echo": True, "logprobs": 2, "truncate_prompt_tokens": -1}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 3, "n": 1, "best_of": 2, "prompt_logprobs": 1, "min_tokens": 1}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 3, "logit_bias": {"3": 1.5}, "repetition_penalty": 1.1}),
+    (
+        "/v1/responses",
+        {"input": "hi", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "user": "x"},
+    ),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "stream": True}),
+    ("/v1/responses", {"input": [], "instructions": "x", "text": {"format": {"type": "text"}}, "store": True}),
+    ("/v1/responses/resp_x", {}),
     ("/tokenize", {"prompt": "abc", "return_token_strs": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -40,7 +48,9 @@ BODIES = [
     ("/metrics", {}),
     ("/v1/models/x", {}),
 ]
-FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, *IGNORED})
+FIELDS = sorted(
+    {*CompletionRequest.model_fields, *ChatRequest.model_fields, *ResponsesRequest.model_fields, *NEUTRAL, *IGNORED}
+)
 JUNK = [
     None, True, -1, 0, 2**31, 2**63, -(2**64), 10**400, 1e-300, 1e308, "", "\0", "\ud800", "a" * 3000, [], {}, [[]],
     [{}], [1, "x"], {"a": {"b": []}}, [-1], [2**40], [[1], ["x"]], "../../etc/passwd", "/dev/zero", "{{ 1/0 }}",

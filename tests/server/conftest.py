@@ -113,12 +113,13 @@ def running_server(folder, **options):
 
 
 @contextmanager
-def server_process(folder, *options, environment=None, ranks=1):
-    """(process, its URL): `lockstep serve` as a user starts it, by torchrun on several ranks."""
+def server_process(folder, *options, environment=None, ranks=1, module="lockstep"):
+    """(process, its URL): `lockstep serve` as a user starts it, by torchrun on several ranks. module: what is run in
+    place of `lockstep`."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     if torchrun:
         options = ("--parallel.tensor", str(ranks), *options)
-    command = [sys.executable, *torchrun, "-m", "lockstep", "serve", "--model", str(folder), "--port", "0", *options]
+    command = [sys.executable, *torchrun, "-m", module, "serve", "--model", str(folder), "--port", "0", *options]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (environment or {})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
     try:

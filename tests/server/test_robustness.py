@@ -13,10 +13,13 @@ import torch
 
 from lockstep import build_model, save_model
 from lockstep.generate.server import answer as answers
+from lockstep.generate.server import responses_api
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import MOST, parse_body
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
-from lockstep.generate.server.responses import Reply
+from lockstep.generate.server.reply import Reply
+from lockstep.generate.server.responses_body import ResponsesRequest
+from lockstep.generate.server.responses_reply import ResponsesReply
 from lockstep.model import read_config
 from tests.server.conftest import Panic, running_server
 
@@ -102,6 +105,9 @@ HEAVY = [
     (CompletionRequest, b'{"prompt": [' + b"1," * 262_000 + b'"x"]}'),
     (CompletionRequest, b'{"prompt": "x", ' + b",".join(b'"%d":1' % i for i in range(32_000)) + b"}"),
     (ChatRequest, b'{"messages": [{"role": "user", "content": [' + b"{}," * 32_000 + b"{}]}]}"),
+    (ResponsesRequest, b'{"input": [' + b"{}," * 32_000 + b"{}]}"),
+    (ResponsesRequest, b'{"input": [' + b'{"type": "x"},' * 32_000 + b"{}]}"),
+    (ResponsesRequest, b'{"input": [{"role": "user", "content": [' + b"{}," * 32_000 + b"{}]}]}"),
 ]
 
 
@@ -169,6 +175,13 @@ WORK = {
     "many short prompts are tokenized": ("tokenizer", "encode_batch", 200, {"prompt": ["ab" * 100] * 32}),
     "begun samples are decoded": (answers, "_push_begun", 200, BEGUN),
     "a completion is written": (Reply, "answer", 200, {"prompt": "a", "logprobs": 3, "n": 2, "max_tokens": 3}),
+    "a long conversation is read": (
+        responses_api,
+        "messages_of",
+        400,
+        {"input": [{"role": "user", "content": "a"}] * 2000},
+    ),
+    "a response is written": (ResponsesReply, "answer", 200, {"input": "a", "max_output_tokens": 3}),
     "a chat is written": (Reply, "answer", 200, {**CHAT, "logprobs": True, "top_logprobs": 3}),
 }
 
@@ -188,7 +201,8 @@ def test_health_is_answered_while_large_requests_are_worked_on(server, monkeypat
     monkeypatch.setattr(owner, name, call)
     route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     with server.http() as client:
-        answer = client.post(route, json={"max_tokens": 1, **body})
+        sent = ("/v1/responses", body) if "input" in body else (route, {"max_tokens": 1, **body})
+        answer = client.post(sent[0], json=sent[1])
     assert answer.status_code == status and held == [200], answer.text
     if body is BEGUN:
         assert [len(choice["token_ids"]) for choice in answer.json()["choices"]] == [3, 2]

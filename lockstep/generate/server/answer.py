@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lockstep.data import StreamDecoder, decoding_context
 from lockstep.data.replies import PLAIN, ReplyParts, ReplyReader
+from lockstep.data.replies.form import Section
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
@@ -23,7 +24,7 @@ from lockstep.generate.server.best_of import best_of
 from lockstep.generate.server.engine_loop import PromptEvent
 from lockstep.generate.server.prompt_logprobs import Echo, check_size
 from lockstep.generate.server.protocol import SamplingRequest
-from lockstep.generate.server.responses import CallPiece, Piece, Reply, ReplyWriter, Whole, usage_of
+from lockstep.generate.server.reply import CallPiece, Piece, Reply, ReplyWriter, Whole, usage_of
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.text import GrowingText, StopString
 from lockstep.generate.server.tools import ReplyPlan, grammar_for
@@ -66,12 +67,14 @@ async def answer(
     chat: bool,
     begun: Sequence[Completion] = (),
     echo: Echo | None = None,
+    writer: ReplyWriter | None = None,
 ) -> Response:
     """Samples the prompts and responds, streamed if requested.
 
     plan: how the replies are sampled and read; prompts with a grammar end with the same tag. max_tokens: 0: the
     response has only the prompts; they are computed by sampling a token after each. begun: with a single prompt, the
-    tokens so far of its samples, which continue from there. echo: what the response repeats of the prompts.
+    tokens so far of its samples, which continue from there. echo: what the response repeats of the prompts. writer: of
+    another API than OpenAI's completions and chats.
     """
     only_prompt, max_tokens = max_tokens == 0, max(1, max_tokens)
     _check_length(service, prompts, max_tokens, body)
@@ -82,7 +85,7 @@ async def answer(
     vocab = service.engine.model.config.vocab_size
     if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
         raise ApiError(400, f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}", "logit_bias")
-    reply = Reply(
+    reply = writer or Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=params.adapter or service.model_name,
@@ -105,7 +108,7 @@ async def answer(
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     chunks = _chunks(reply, record, steps)
-    return EventStream(request, chunks, steps, service.limits)
+    return EventStream(request, chunks, steps, reply, service.limits)
 
 
 def check_count(service: Service, prompts: int, n: int, name: str = "n") -> None:
@@ -249,7 +252,10 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     reasoning, whole = choice.text.reasoning, None
     if parts is not None:
         whole = Whole(parts.reasoning, *choice.whole(parts))
-    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, reasoning, whole, calls)
+    section: Section = "content" if text else "reasoning" if reasoning else "call" if calls else "structure"
+    return Piece(
+        index, position, choice.tokens == 1, text, [event], [offset], [section], reason, reasoning, whole, calls
+    )
 
 
 async def _whole(
@@ -295,6 +301,6 @@ async def _chunks(
                     piece.first = piece.index not in begun
                     begun.add(piece.index)
                     events.append(reply.chunk(piece))
-            if events:
-                yield "".join(events)
+            if text := "".join(events):
+                yield text
     yield reply.end(usage_of(record.prompt_tokens, record.completion_tokens))

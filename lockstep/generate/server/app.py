@@ -32,6 +32,8 @@ from lockstep.generate.server.protocol import (
     UnloadAdapterRequest,
     WeightsRequest,
 )
+from lockstep.generate.server.responses_api import delete, respond, retrieve
+from lockstep.generate.server.responses_body import ResponsesRequest
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.tokenize import (
     Detokenize,
@@ -98,6 +100,24 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Returns the assistant's next message."""
     return await _watched(request, ChatRequest, chat)
+
+
+@routes.post("/v1/responses", openapi_extra=_described(ResponsesRequest))
+async def responses(request: Request) -> Response:
+    """Returns the assistant's next items, in a conversation that may continue a stored one."""
+    return await _watched(request, ResponsesRequest, respond)
+
+
+@routes.get("/v1/responses/{response_id}")
+async def stored_response(request: Request, response_id: str) -> Response:
+    """A stored response."""
+    return retrieve(_service(request), request, response_id)
+
+
+@routes.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Deletes a stored response."""
+    return delete(_service(request), response_id)
 
 
 @routes.post("/tokenize", openapi_extra=_described(TokenizePrompt))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lockstep.generate.server.responses import Piece
+from lockstep.generate.server.reply import Piece
 
 
 def best_of(choices: Sequence[Piece], drawn: int, n: int) -> list[Piece]:

@@ -65,14 +65,16 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
     name = _field(problem)
     if name is None:
         return str(problem["msg"])
-    path = [str(part)[:64] for part in problem["loc"]]
+    # A type of a union whose name is in parentheses is no field.
+    location = tuple(part for part in problem["loc"] if not str(part).startswith("("))
+    path = [str(part)[:64] for part in location]
     if problem["type"] == "extra_forbidden":
         return f"unknown field {'.'.join(path)!r}; there are: {', '.join(kind.model_fields)}"
     if problem["type"] == "missing":
         present = [str(name)[:64] for name in itertools.islice(problem["input"], 64)]
         near = difflib.get_close_matches(path[-1], present, n=1)
         return f"{'.'.join(path)} is missing" + (f"; there is {near[0]!r}" if near else "")
-    if described := _described(problem["loc"], kind):
+    if described := _described(location, kind):
         length, description = described
         return f"{'.'.join(path[:length])} must be {description}"
     return f"{'.'.join(path)}: {problem['msg']}"

@@ -73,6 +73,8 @@ async def chat_prompt(
         plain = [message.plain(service.between, service.call_layout) for message in messages]
     except ChatTemplateError as error:
         raise ApiError(400, str(error), field, "chat_template") from error
+    if not service.shows_developer:
+        plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     of_values = _size_of(template, values)
     if tools := plan.described:
         values, of_values = values | {"tools": tools}, of_values + len(json.dumps(tools))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -107,9 +107,11 @@ class Options(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """The fields of both routes."""
+    """The fields of every route."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
@@ -168,17 +170,7 @@ class SamplingRequest(BaseModel):
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
-        fields = type(self).model_fields
-        for name, value in (self.model_extra or {}).items():
-            if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
-                continue
-            if name in NEUTRAL:
-                message = f"{name} is not supported here; {INSTEAD.get(name, 'remove it')}"
-                raise ApiError(400, message, name[:64], "unsupported_parameter")
-            hint = _hint(name, self)
-            if not hint and not closest(name[:64], fields) and closest(name[:64], NEUTRAL):
-                hint = " It looks like one that is not supported here; remove it"
-            raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
+        refuse_fields(self, IGNORED, self.neutral, self.instead)
         for part in ("response_format", "structured_outputs"):
             refuse_unknown_in(getattr(self, part), part)
         if self.stream_options is not None:
@@ -298,12 +290,14 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Strictly[TextPart] | None = Field(None, description=CONTENT)
+    content: str | Strictly[TextPart] | None = Field(default=None, description=CONTENT)
     name: str | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="what an earlier answer had as its reasoning")
-    reasoning: str | None = Field(None, description="another name of reasoning_content")
-    tool_calls: Strictly[CallBody] | None = Field(None, max_length=1024, description="a list of up to 1024 calls")
+    reasoning_content: str | None = Field(default=None, description="what an earlier answer had as its reasoning")
+    reasoning: str | None = Field(default=None, description="another name of reasoning_content")
+    tool_calls: Strictly[CallBody] | None = Field(
+        default=None, max_length=1024, description="a list of up to 1024 calls"
+    )
 
     def plain(self, between: str = "\n", layout: CallLayout | None = None) -> dict[str, Any]:
         """The message in the form that templates expect: the content is one string, its parts joined by `between`.
@@ -404,6 +398,25 @@ class UnloadAdapterRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     lora_name: str = Field(min_length=1, max_length=256, description="a name of 1 to 256 characters")
     lora_int_id: int | None = None
+
+
+def refuse_fields(
+    body: BaseModel, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str]
+) -> None:
+    """Raises ApiError for a field of a body that it does not declare, unless it is ignored or its value has no effect.
+
+    neutral: unsupported fields, with such values. instead: what to send in place of one, where it is not to be removed.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name in ignored or value is None or any(_same(value, v) for v in neutral.get(name, ())):
+            continue
+        if name in neutral:
+            message = f"{name} is not supported here; {instead.get(name, 'remove it')}"
+            raise ApiError(400, message, name[:64], "unsupported_parameter")
+        hint = _hint(name, body)
+        if not hint and not closest(name[:64], type(body).model_fields) and closest(name[:64], neutral):
+            hint = " It looks like one that is not supported here; remove it"
+        raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
 
 
 def refuse_unknown_in(part: Any, where: str) -> None:

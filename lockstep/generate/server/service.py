@@ -14,13 +14,14 @@ from lockstep import ops
 from lockstep.config import ServeConfig
 from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate
-from lockstep.data.messages import CallLayout, between_parts, call_layout
+from lockstep.data.messages import CallLayout, between_parts, call_layout, shows_developer
 from lockstep.data.replies import ReplyForm, reply_form
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
 from lockstep.generate.server.generation_config import sampling_defaults
 from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics
+from lockstep.generate.server.responses_store import StoredResponses
 from lockstep.model.adapters import Adapter
 
 Result = TypeVar("Result")
@@ -59,12 +60,16 @@ class Service:
     turns: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "large-requests"))
     """Works on large requests."""
     started: int = field(default_factory=lambda: int(time.time()))
+    responses: StoredResponses = field(default_factory=StoredResponses)
+    """Those of `/v1/responses`."""
     reply_form: ReplyForm = field(init=False)
     """How chat replies are split into reasoning and content."""
     between: str = field(init=False)
     """The separator that the chat template writes between two parts of a message's content."""
     call_layout: CallLayout | None = field(init=False)
     """What the chat template expects of tool calls in the history."""
+    shows_developer: bool = field(init=False)
+    """Whether the chat template shows messages of the role developer."""
     sampling_defaults: dict[str, Any] = field(init=False)
     """Of `SamplingParams`: for requests without a value."""
     engine_loop: EngineLoop = field(init=False)
@@ -77,6 +82,7 @@ class Service:
         self.reply_form = reply_form(self.tokenizer, self.template.source if self.template else None)
         self.between = between_parts(self.template) if self.template else ""
         self.call_layout = call_layout(self.template) if self.template else None
+        self.shows_developer = self.template is not None and shows_developer(self.template)
         self.sampling_defaults = sampling_defaults(self.folder) if self.config.generation_config == "auto" else {}
         self.engine_loop = EngineLoop(self.engine)
         places = self.config.engine.max_sequences + self.config.max_waiting

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lockstep.data import Tokenizer, ends_of_text
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, command_values, load_chat_template, template_values
-from lockstep.data.messages import SHOWN_REASONING
+from lockstep.data.messages import SHOWN_REASONING, shows_developer
 from lockstep.data.replies import ReplyParts, read_reply, reply_form
 from lockstep.errors import UserError
 from lockstep.generate import Completion
@@ -146,12 +146,7 @@ class Rendering:
     def _shows_developer(self) -> bool:
         """Whether the template has the role developer; most call it system."""
         assert self.template is not None
-        try:
-            return MARK in self.template.render(
-                [{"role": "developer", "content": MARK}, {"role": "user", "content": "?"}]
-            )
-        except ChatTemplateError:
-            return False
+        return shows_developer(self.template)
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a result of `text`, or of a part of it."""

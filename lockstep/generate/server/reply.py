@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from lockstep.data import Tokenizer
 from lockstep.data.decoding import token_bytes, token_text
+from lockstep.data.replies.form import Section
 from lockstep.generate.sampling_params import TokenEvent
+from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.prompt_logprobs import Echo, prompt_logprobs
 
 DONE = "data: [DONE]\n\n"
@@ -48,6 +50,8 @@ class Piece:
     events: list[TokenEvent] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where in the text each token begins."""
+    sections: list[Section] = field(default_factory=list)
+    """What each token has completed a part of; "structure": nothing that is shown."""
     finish_reason: str | None = None
     reasoning: str = ""
     """Only in chats."""
@@ -61,6 +65,7 @@ class Piece:
         self.reasoning += later.reasoning
         self.events += later.events
         self.offsets += later.offsets
+        self.sections += later.sections
         self.calls += later.calls
         self.finish_reason, self.whole = later.finish_reason, later.whole
 
@@ -93,7 +98,7 @@ def _is_object(text: str) -> bool:
 
 class ReplyWriter(Protocol):
     """Writes a response in the format of one API. A stream is `begin`, a `chunk` for each piece that it `shows`, and
-    `end`, each some server-sent events."""
+    `end`, each some server-sent events; one that fails ends with `error`."""
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
         """The complete response to a request that is not streamed, as JSON. Each choice is one piece."""
@@ -105,6 +110,8 @@ class ReplyWriter(Protocol):
     def chunk(self, piece: Piece) -> str: ...
 
     def end(self, usage: dict[str, int]) -> str: ...
+
+    def error(self, error: ApiError) -> str: ...
 
 
 @dataclass
@@ -147,6 +154,9 @@ class Reply:
         counted = self._object([], chunk=True, first=False, usage=self._counted(usage)) if self.with_usage else ""
         return (server_sent_event(counted) if counted else "") + DONE
 
+    def error(self, error: ApiError) -> str:
+        return server_sent_event(json.dumps(error.body()))
+
     def _counted(self, usage: dict[str, int]) -> dict[str, int]:
         return usage_of(usage["prompt_tokens"], 0) if self.only_prompt else usage
 
@@ -168,7 +178,7 @@ class Reply:
         rest = {"id": self.id, "object": kind, "created": self.created, "model": self.model, **more}
         if self.chat and self.token_ids and first:
             rest["prompt_token_ids"] = self.prompts[0]
-        return _with(rest, choices=f"[{', '.join(choices)}]", **(written or {}))
+        return json_with(rest, choices=f"[{', '.join(choices)}]", **(written or {}))
 
     def _of_prompt(self, piece: Piece) -> dict[str, str]:
         """What a choice, or a chat, has of its prompt's log-probabilities, as JSON."""
@@ -203,7 +213,7 @@ class Reply:
         logprobs = "null"
         if self.top_logprobs is not None:
             logprobs = self._chat_logprobs(piece) if self.chat else self._completion_logprobs(piece)
-        return _with(choice, logprobs=logprobs, **({} if self.chat else self._of_prompt(piece)))
+        return json_with(choice, logprobs=logprobs, **({} if self.chat else self._of_prompt(piece)))
 
     def _shown(self, piece: Piece) -> list[TokenEvent]:
         return [] if self.only_prompt else piece.events
@@ -227,7 +237,7 @@ class Reply:
             "token_logprobs": [*logprobs, *(_number(event.logprob) for event in events)],
             "text_offset": [*offsets, *(begin + offset for offset, _ in zip(piece.offsets, events))],
         }
-        return _with(lists, top_logprobs=f"[{', '.join(tops)}]" if self.top_logprobs else "null")
+        return json_with(lists, top_logprobs=f"[{', '.join(tops)}]" if self.top_logprobs else "null")
 
     def _by_name(self, top: list[tuple[int, float]], chosen: int, logprob: float) -> dict[str, float | None]:
         """The likeliest tokens and the chosen one. Of tokens with equal text, the less likely are named by id."""
@@ -240,23 +250,29 @@ class Reply:
 
     def _chat_logprobs(self, piece: Piece) -> str:
         entries = (
-            self._entry(event.token_id, event.logprob)
-            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in event.top_logprobs]}
+            token_entry(self.tokenizer, event.token_id, event.logprob)
+            | {"top_logprobs": [token_entry(self.tokenizer, *likely) for likely in event.top_logprobs]}
             for event in piece.events
         )
         return f'{{"content": [{", ".join(map(json.dumps, entries))}], "refusal": null}}'
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        content = token_bytes(self.tokenizer, token)
-        return {
-            "token": self._name(token),
-            "logprob": _number(logprob),
-            "bytes": None if content is None else list(content),
-        }
-
     def _name(self, token: int) -> str:
-        """A token's text; `token_id:N` if it has none (special tokens, parts of a character)."""
-        return token_text(self.tokenizer, token) or f"token_id:{token}"
+        return token_name(self.tokenizer, token)
+
+
+def token_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """A token as lists of log-probabilities have it."""
+    content = token_bytes(tokenizer, token)
+    return {
+        "token": token_name(tokenizer, token),
+        "logprob": _number(logprob),
+        "bytes": None if content is None else list(content),
+    }
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; `token_id:N` if it has none (special tokens, parts of a character)."""
+    return token_text(tokenizer, token) or f"token_id:{token}"
 
 
 def _message(piece: Piece, whole: bool) -> dict[str, Any]:
@@ -281,12 +297,12 @@ def _call(call: CallPiece, whole: bool) -> dict[str, Any]:
     return {**index, **begun, "function": {**function, "arguments": call.arguments}}
 
 
-def server_sent_event(content: str) -> str:
+def server_sent_event(content: str, name: str = "") -> str:
     """An object in JSON as a server-sent event."""
-    return f"data: {content}\n\n"
+    return f"event: {name}\ndata: {content}\n\n" if name else f"data: {content}\n\n"
 
 
-def _with(values: dict[str, Any], **written: str) -> str:
+def json_with(values: dict[str, Any], **written: str) -> str:
     """An object in JSON, some values of which are already JSON."""
     more = "".join(f', "{name}": {value}' for name, value in written.items())
     return f"{json.dumps(values)[:-1]}{more}}}"
