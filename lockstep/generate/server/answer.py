@@ -66,12 +66,14 @@ async def answer(
     chat: bool,
     begun: Sequence[Completion] = (),
     echo: Echo | None = None,
+    writer: ReplyWriter | None = None,
 ) -> Response:
     """Samples the prompts and responds, streamed if requested.
 
     plan: how the replies are sampled and read; prompts with a grammar end with the same tag. max_tokens: 0: the
     response has only the prompts; they are computed by sampling a token after each. begun: with a single prompt, the
-    tokens so far of its samples, which continue from there. echo: what the response repeats of the prompts.
+    tokens so far of its samples, which continue from there. echo: what the response repeats of the prompts. writer: of
+    another API than OpenAI's completions and chats.
     """
     only_prompt, max_tokens = max_tokens == 0, max(1, max_tokens)
     _check_length(service, prompts, max_tokens, body)
@@ -82,7 +84,7 @@ async def answer(
     vocab = service.engine.model.config.vocab_size
     if wrong := next((token for token, _ in params.logit_bias if token >= vocab), None):
         raise ApiError(400, f"logit_bias has the token {wrong}, but the model's vocabulary has {vocab}", "logit_bias")
-    reply = Reply(
+    reply = writer or Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=service.model_name,
@@ -105,7 +107,7 @@ async def answer(
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     chunks = _chunks(reply, record, steps)
-    return EventStream(request, chunks, steps, service.limits)
+    return EventStream(request, chunks, steps, reply, service.limits)
 
 
 def check_count(service: Service, prompts: int, n: int, name: str = "n") -> None:
@@ -249,7 +251,8 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     reasoning, whole = choice.text.reasoning, None
     if parts is not None:
         whole = Whole(parts.reasoning, *choice.whole(parts))
-    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, reasoning, whole, calls)
+    stop = choice.text.stop_string
+    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason, stop, reasoning, whole, calls)
 
 
 async def _whole(

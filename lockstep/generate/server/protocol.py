@@ -168,17 +168,7 @@ class SamplingRequest(BaseModel):
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
-        fields = type(self).model_fields
-        for name, value in (self.model_extra or {}).items():
-            if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
-                continue
-            if name in NEUTRAL:
-                message = f"{name} is not supported here; {INSTEAD.get(name, 'remove it')}"
-                raise ApiError(400, message, name[:64], "unsupported_parameter")
-            hint = _hint(name, self)
-            if not hint and not closest(name[:64], fields) and closest(name[:64], NEUTRAL):
-                hint = " It looks like one that is not supported here; remove it"
-            raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
+        refuse_fields(self, IGNORED, NEUTRAL, INSTEAD)
         for part in ("response_format", "structured_outputs"):
             refuse_unknown_in(getattr(self, part), part)
         if self.stream_options is not None:
@@ -387,6 +377,25 @@ class WeightsRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     path: str | None = Field(None, min_length=1, max_length=4096)
     version: int | None = Field(None, ge=0, lt=2**63)
+
+
+def refuse_fields(
+    body: BaseModel, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str]
+) -> None:
+    """Raises ApiError for a field of a body that it does not declare, unless it is ignored or its value has no effect.
+
+    neutral: unsupported fields, with such values. instead: what to send in place of one, where it is not to be removed.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name in ignored or value is None or any(_same(value, v) for v in neutral.get(name, ())):
+            continue
+        if name in neutral:
+            message = f"{name} is not supported here; {instead.get(name, 'remove it')}"
+            raise ApiError(400, message, name[:64], "unsupported_parameter")
+        hint = _hint(name, body)
+        if not hint and not closest(name[:64], type(body).model_fields) and closest(name[:64], neutral):
+            hint = " It looks like one that is not supported here; remove it"
+        raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
 
 
 def refuse_unknown_in(part: Any, where: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lockstep.data import Tokenizer
 from lockstep.data.decoding import token_bytes, token_text
 from lockstep.generate.sampling_params import TokenEvent
+from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.prompt_logprobs import Echo, prompt_logprobs
 
 DONE = "data: [DONE]\n\n"
@@ -49,6 +50,8 @@ class Piece:
     offsets: list[int] = field(default_factory=list)
     """Where in the text each token begins."""
     finish_reason: str | None = None
+    stop_string: str = ""
+    """The stop string that ended the choice; empty if none did."""
     reasoning: str = ""
     """Only in chats."""
     whole: Whole | None = None
@@ -62,7 +65,7 @@ class Piece:
         self.events += later.events
         self.offsets += later.offsets
         self.calls += later.calls
-        self.finish_reason, self.whole = later.finish_reason, later.whole
+        self.finish_reason, self.stop_string, self.whole = later.finish_reason, later.stop_string, later.whole
 
     def complete(self) -> None:
         """Makes a piece of all steps the whole choice: without calls that cannot be parsed, each call as one piece."""
@@ -93,7 +96,7 @@ def _is_object(text: str) -> bool:
 
 class ReplyWriter(Protocol):
     """Writes a response in the format of one API. A stream is `begin`, a `chunk` for each piece that it `shows`, and
-    `end`, each some server-sent events."""
+    `end`, each some server-sent events; one that fails ends with `error`."""
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
         """The complete response to a request that is not streamed, as JSON. Each choice is one piece."""
@@ -105,6 +108,8 @@ class ReplyWriter(Protocol):
     def chunk(self, piece: Piece) -> str: ...
 
     def end(self, usage: dict[str, int]) -> str: ...
+
+    def error(self, error: ApiError) -> str: ...
 
 
 @dataclass
@@ -146,6 +151,9 @@ class Reply:
     def end(self, usage: dict[str, int]) -> str:
         counted = self._object([], chunk=True, first=False, usage=self._counted(usage)) if self.with_usage else ""
         return (server_sent_event(counted) if counted else "") + DONE
+
+    def error(self, error: ApiError) -> str:
+        return server_sent_event(json.dumps(error.body()))
 
     def _counted(self, usage: dict[str, int]) -> dict[str, int]:
         return usage_of(usage["prompt_tokens"], 0) if self.only_prompt else usage

@@ -15,7 +15,8 @@ from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.reply_grammar import ContentRule
 
 MOST_TOOLS = 1024
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_-]+")
+LONGEST_NAME = 64
 MOST_CHOICES = 4096
 PATTERN = Annotated[str, Field(min_length=1, max_length=2**16)]
 
@@ -97,24 +98,35 @@ class StructuredOutputs(Part):
 
 
 def tools_of(bodies: Sequence[ToolBody], field: str = "tools") -> tuple[Tool, ...]:
-    """Raises ApiError for a name that is not allowed or occurs twice, and for parameters that are no object's."""
+    """Raises ApiError as `check_tool` and `check_names`."""
     tools = []
     for number, body in enumerate(bodies):
-        function, where = body.function, f"{field}.{number}.function"
-        if not NAME.fullmatch(function.name):
-            message = (
-                f"{where}.name is {function.name[:80]!r}; it must be 1 to 64 letters, digits, underscores or dashes"
-            )
-            raise ApiError(400, message, field)
-        schema = function.parameters
-        if schema is not None and schema.get("type", "object") != "object":
-            message = f"{where}.parameters has the type {schema['type']!r:.60}; a tool's arguments are an object"
-            raise ApiError(400, message, field)
-        tools.append(Tool(function.name, function.description or "", schema, bool(function.strict)))
+        function = body.function
+        tool = Tool(function.name, function.description or "", function.parameters, bool(function.strict))
+        check_tool(tool, f"{field}.{number}.function", "parameters", LONGEST_NAME)
+        tools.append(tool)
+    check_names(tools, field)
+    return tuple(tools)
+
+
+def check_tool(tool: Tool, where: str, schema_field: str, longest_name: int) -> None:
+    """Raises ApiError for a name that is not allowed, and for a schema that is no object's."""
+    field = where.partition(".")[0]
+    if not NAME.fullmatch(tool.name) or len(tool.name) > longest_name:
+        message = (
+            f"{where}.name is {tool.name[:80]!r}; it must be 1 to {longest_name} letters, digits, underscores or dashes"
+        )
+        raise ApiError(400, message, field)
+    if tool.schema.get("type", "object") != "object":
+        message = f"{where}.{schema_field} has the type {tool.schema['type']!r:.60}; a tool's arguments are an object"
+        raise ApiError(400, message, field)
+
+
+def check_names(tools: Sequence[Tool], field: str) -> None:
+    """Raises ApiError for a name that occurs twice."""
     name, count = Counter(tool.name for tool in tools).most_common(1)[0] if tools else ("", 0)
     if count > 1:
         raise ApiError(400, f"{field}: {count} tools have the name {name!r}; names must differ", field)
-    return tuple(tools)
 
 
 def content_rule(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> ContentRule | None:

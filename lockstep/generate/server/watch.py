@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from lockstep.generate.server.access_log import record_of
 from lockstep.generate.server.api_error import ApiError, shutting_down
 from lockstep.generate.server.limits import Limits
-from lockstep.generate.server.responses import server_sent_event
+from lockstep.generate.server.responses import ReplyWriter
 
 Result = TypeVar("Result")
 
@@ -78,7 +77,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. An error after the first event is sent as its own event, without `[DONE]`.
+    """Server-sent events. An error after the first event is sent as the reply's own event, and nothing after it.
 
     `source`, from which `events` reads, is always closed, even if the first event was never requested.
     """
@@ -90,11 +89,13 @@ class EventStream(Response):
         request: Request,
         events: AsyncGenerator[str, None],
         source: AsyncGenerator[Any, None],
+        reply: ReplyWriter,
         limits: Limits,
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._request, self._events, self._source, self._limits = request, events, source, limits
+        self._request, self._events, self._source = request, events, source
+        self._reply, self._limits = reply, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
@@ -107,7 +108,7 @@ class EventStream(Response):
                 # First abort the sequences: the client may not read the error.
                 await self._events.aclose()
                 await self._source.aclose()
-                await _send_part(send, server_sent_event(json.dumps(error.body())), more=True)
+                await _send_part(send, self._reply.error(error), more=True)
             await _send_part(send, "", more=False)
 
     async def _send_events(self, send: Send) -> None:
