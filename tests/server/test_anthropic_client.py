@@ -107,7 +107,7 @@ def refused(server, path="/v1/messages", status=400, **body):
     found = answer.json()
     assert set(found) == {"type", "error", "request_id"} and found["type"] == "error"
     assert found["request_id"] == answer.headers["request-id"]
-    assert set(found["error"]) == {"type", "message"}
+    assert {"type", "message"} <= set(found["error"]) <= {"type", "message", "details"}
     return found["error"]
 
 
@@ -338,8 +338,8 @@ def test_the_clients_own_loop_runs_its_tools(serving, say, monkeypatch):
     say(server, [CALL, "<|im_end|>"], ends=True)
     with connected(server) as client:
         runner = client.beta.messages.tool_runner(
-            model="small", messages=ASK, max_tokens=60, tools=[search], betas=["fine-grained-tool-streaming-2025-05-14"], extra_body={"ignore_eos": True}
-        )  # fmt: skip
+            **arguments(max_tokens=60, ignore_eos=True), tools=[search], betas=["fine-grained-tool-streaming-2025-05-14"]
+        )
         final = runner.until_done()
     assert asked == [("ü 1", 3)] and final.content[0].text == "It is 4."
 
@@ -404,6 +404,7 @@ def test_async_clients_stream_too(thinking):
         ({"output_format": {"type": "json_schema", "schema": {}}}, "send output_config"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here"),
         ({"container": "x"}, "container is not supported here"),
+        ({"thread": {"type": "create"}}, "this server holds no conversations"),
         ({"speed": "fast"}, "speed is not supported here"),
         ({"stop_sequences": [""]}, "stop_sequences must be up to 16 strings"),
         ({"max_token": 3}, "unknown field 'max_token'"),
@@ -433,6 +434,7 @@ def test_errors_are_the_clients_exceptions(serving, chat_folder, server):
         with pytest.raises(anthropic.NotFoundError, match="'large' does not exist") as caught:
             client.messages.create(model="large", messages=ASK, max_tokens=1)
         assert caught.value.type == "not_found_error" and caught.value.request_id.startswith("req-")
+        assert caught.value.error_code == "model_not_found"
         with pytest.raises(anthropic.BadRequestError) as caught:
             client.messages.count_tokens(model="small", messages=[{"role": "user", "content": [{"type": "image"}]}])
         assert caught.value.type == "invalid_request_error"

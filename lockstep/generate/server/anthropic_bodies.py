@@ -23,7 +23,7 @@ IGNORED = {"cache_control", "diagnostics", "metadata", "service_tier", "user_pro
 """Fields that do not affect the response."""
 KEPT_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("container", "fallbacks", "compaction", "inference_geo", "thread"), ()),
+    **dict.fromkeys(("container", "fallbacks", "compaction", "inference_geo"), ()),
     "context_management": ({"edits": []}, KEPT_THINKING),
     "mcp_servers": ([],),
     "output_format": (),
@@ -130,6 +130,10 @@ class CountTokensRequest(BaseModel):
 
     def check_fields(self) -> None:
         """Raises ApiError for a field or block that would change the answer and is not supported."""
+        if (self.model_extra or {}).get("thread") is not None:
+            # The client's tool runner sends it first, and after this code the whole conversation without it.
+            message = "thread is not supported here: this server holds no conversations; send all messages without it"
+            raise ApiError(400, message, "thread", "thread_unsupported_request")
         refuse_fields(self, IGNORED, NEUTRAL, INSTEAD)
         _check_blocks(self.system, "system", "system")
         for number, turn in enumerate(self.messages):

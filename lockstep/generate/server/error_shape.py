@@ -37,4 +37,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    problem: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code is not None:
+        problem["details"] = {"error_code": error.code}
+    return {"type": "error", "error": problem, "request_id": request_id}
