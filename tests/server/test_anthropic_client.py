@@ -85,10 +85,9 @@ def create(server, messages=ASK, **body):
 
 def streamed(server, messages=ASK, **body):
     """(the message that the client puts together, the types of the events)."""
-    with connected(server) as client:
-        with client.messages.stream(**arguments(messages, **body)) as stream:
-            events = [event.type for event in stream]
-            return stream.get_final_message(), events
+    with connected(server) as client, client.messages.stream(**arguments(messages, **body)) as stream:
+        events = [event.type for event in stream]
+        return stream.get_final_message(), events
 
 
 def plain(message):
@@ -338,7 +337,9 @@ def test_the_clients_own_loop_runs_its_tools(serving, say, monkeypatch):
     say(server, [CALL, "<|im_end|>"], ends=True)
     with connected(server) as client:
         runner = client.beta.messages.tool_runner(
-            **arguments(max_tokens=60, ignore_eos=True), tools=[search], betas=["fine-grained-tool-streaming-2025-05-14"]
+            **arguments(max_tokens=60, ignore_eos=True),
+            tools=[search],
+            betas=["fine-grained-tool-streaming-2025-05-14"],
         )
         final = runner.until_done()
     assert asked == [("ü 1", 3)] and final.content[0].text == "It is 4."
@@ -351,7 +352,10 @@ def test_answers_can_be_sent_back(thinking, serving, say):
     server = serving("mistral")
     say(server, ['[TOOL_CALLS] [{"name": "search", "arguments": {"query": "x"}}]', "</s>"], ends=True)
     found = create(server, tools=TOOLS, ignore_eos=True)
-    turns = [{"role": "assistant", "content": found.content}, {"role": "user", "content": [result(found.content[0].id, content="4")]}]
+    turns = [
+        {"role": "assistant", "content": found.content},
+        {"role": "user", "content": [result(found.content[0].id, content="4")]},
+    ]
     assert create(server, [*ASK, *turns], tools=TOOLS, max_tokens=1).usage.output_tokens == 1
 
 
@@ -451,7 +455,11 @@ def test_keys_and_limits_answer_in_anthropics_shape(chat_folder):
         with connected(running) as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**long)
         assert caught.value.type == "authentication_error"
-        for headers, status in (({"x-api-key": "secret"}, 400), ({"x-api-key": "wrong"}, 401), ({"x-api-key": "é"}, 401)):
+        for headers, status in (
+            ({"x-api-key": "secret"}, 400),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "é"}, 401),
+        ):
             with running.http(headers={k: v.encode("latin-1") for k, v in headers.items()}) as client:
                 assert client.post("/v1/messages", json={}).status_code == status
                 assert client.get("/v1/models").status_code == (200 if status == 400 else 401)

@@ -62,11 +62,17 @@ async def count_tokens(service: Service, request: Request, body: CountTokensRequ
 
 async def _prompt(service: Service, body: CountTokensRequest) -> tuple[list[int], ReplyPlan]:
     require_template(service)
-    many = len(body.messages) + sum(len(turn.content) for turn in body.messages if isinstance(turn.content, list))
     work = partial(_checked, body)
-    messages = work() if many < MANY_BLOCKS else await service.in_turn(work)
+    messages = work() if _count(body) < MANY_BLOCKS else await service.in_turn(work)
     plan = _plan(service, body)
     return await chat_prompt(service, messages, _template_values(service, body), plan), plan
+
+
+def _count(body: CountTokensRequest) -> int:
+    contents = [body.system, *(turn.content for turn in body.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    results = [block.content for block in blocks if isinstance(block, Block)]
+    return len(contents) + len(blocks) + sum(len(result) for result in results if isinstance(result, list))
 
 
 def _checked(body: CountTokensRequest) -> list[Message]:
