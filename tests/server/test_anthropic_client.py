@@ -289,13 +289,20 @@ def test_calls_can_be_forced_forbidden_and_single(serving, say):
     found = create(server, tools=TOOLS, tool_choice={"type": "none"}, ignore_eos=True)
     assert found.content[0].text == CALL and found.stop_reason == "end_turn"
     server = serving("mistral_args")
+    short = {
+        "type": "object",
+        "properties": {"query": {"type": "string", "maxLength": 4}},
+        "required": ["query"],
+        "additionalProperties": False,
+    }
     for seed, choice in enumerate([{"type": "any"}, {"type": "tool", "name": "search"}]):
-        options = dict(tool_choice=choice | {"disable_parallel_tool_use": True}, max_tokens=400, seed=seed)
-        found = create(server, tools=[SEARCH], **options)
-        assert found.stop_reason in ("tool_use", "max_tokens")
-        if found.stop_reason == "tool_use":
-            (call,) = found.content
-            assert call.name == "search" and isinstance(call.input["query"], str)
+        choice["disable_parallel_tool_use"] = True
+        tools = (
+            [LOOK_UP, {**SEARCH, "input_schema": short}] if "name" in choice else [{**SEARCH, "input_schema": short}]
+        )
+        found = create(server, tools=tools, tool_choice=choice, max_tokens=200, seed=seed)
+        (call,) = found.content
+        assert found.stop_reason == "tool_use" and call.name == "search" and len(call.input["query"]) <= 4
 
 
 class Search(BaseModel):
