@@ -12,7 +12,7 @@ from tests.data.call_templates import write_call_family
 from tests.server.conftest import ENGINE, running_server
 from tests.server.scripted import SAID, THOUGHT, save_thinking
 
-anthropic = pytest.importorskip("anthropic", minversion="1")
+anthropic = pytest.importorskip("anthropic", minversion="2.14")
 
 ASK = [{"role": "user", "content": "hi"}]
 NOT_OF_THE_CLIENT = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
@@ -461,7 +461,7 @@ def test_keys_and_limits_answer_in_anthropics_shape(chat_folder):
     with running_server(chat_folder, model_name="small", **limits) as running:
         with connected(running) as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**long)
-        assert caught.value.type == "authentication_error"
+        assert caught.value.body["type"] == "error" and caught.value.type == "authentication_error"
         for headers, status in (
             ({"x-api-key": "secret"}, 400),
             ({"x-api-key": "wrong"}, 401),
@@ -478,7 +478,7 @@ def test_keys_and_limits_answer_in_anthropics_shape(chat_folder):
                 next(iter(stream))
                 with pytest.raises(anthropic.RateLimitError) as caught:
                     client.messages.create(**long)
-                assert caught.value.type == "rate_limit_error"
+                assert caught.value.body["type"] == "error" and caught.value.type == "rate_limit_error"
             running.wait_until(lambda: not running.service.limits.requests)
 
 

@@ -16,7 +16,13 @@ from lockstep.data.chat import readable_values
 from lockstep.data.replies.form import THINK_END
 from lockstep.generate.server.access_log import record_of
 from lockstep.generate.server.answer import answer
-from lockstep.generate.server.anthropic_bodies import Block, CountTokensRequest, MessagesRequest, TextBlock
+from lockstep.generate.server.anthropic_bodies import (
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    TextBlock,
+)
 from lockstep.generate.server.anthropic_reply import MessageReply
 from lockstep.generate.server.api_error import ApiError, json_response
 from lockstep.generate.server.call_rules import Tool
@@ -91,7 +97,7 @@ def conversation(body: CountTokensRequest) -> list[Message]:
     for role, group in groupby(placed, key=lambda each: each[0]):
         blocks = [(where, block) for _, where, block in group]
         if role == "system":
-            messages.append(Message(role="system", content=_text(block for _, block in blocks)))
+            messages.append(_message("system", _text(block for _, block in blocks)))
         elif role == "assistant":
             messages.append(_of_assistant(blocks, names))
         else:
@@ -101,13 +107,17 @@ def conversation(body: CountTokensRequest) -> list[Message]:
 
 def _blocks(content: str | list[TextBlock] | list[Block]) -> list[Any]:
     if isinstance(content, str) or not content:
-        return [Block(type="text", text=content or "")]
+        return [TextBlock(type="text", text=content if isinstance(content, str) else "")]
     return content
 
 
 def _text(blocks: Iterable[TextBlock]) -> str | list[TextPart]:
     parts = [TextPart(type="text", text=block.text or "") for block in blocks]
     return parts[0].text if len(parts) == 1 else parts
+
+
+def _message(role: str, content: str | list[TextPart] | None, **fields: Any) -> Message:
+    return Message.model_validate({"role": role, "content": content, **fields})
 
 
 def _of_assistant(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Message:
@@ -120,9 +130,9 @@ def _of_assistant(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Mes
         raise ApiError(400, f"{blocks[0][0]}: {len(calls)} calls in one turn, more than {MOST_CALLS}", "messages")
     names |= {call.id or "": call.name or "" for call in calls}
     called = [(call.id, CalledFunction(name=call.name or "", arguments=call.input or {})) for call in calls]
-    return Message(
-        role="assistant",
-        content=_text(by_type["text"]) if "text" in by_type else None if calls else "",
+    return _message(
+        "assistant",
+        _text(by_type["text"]) if "text" in by_type else None if calls else "",
         reasoning_content="\n".join(block.thinking or "" for block in by_type.get("thinking", [])) or None,
         tool_calls=[CallBody(id=call_id, function=function) for call_id, function in called] or None,
     )
@@ -131,7 +141,7 @@ def _of_assistant(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Mes
 def _of_user(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Iterator[Message]:
     for is_result, group in groupby(blocks, key=lambda placed: placed[1].type == "tool_result"):
         if not is_result:
-            yield Message(role="user", content=_text(block for _, block in group))
+            yield _message("user", _text(block for _, block in group))
             continue
         for where, block in group:
             if block.tool_use_id not in names:
@@ -141,9 +151,8 @@ def _of_user(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Iterator
             if block.is_error:
                 # Templates have no other way to say so.
                 results = [TextBlock(type="text", text=f"Error: {results[0].text}"), *results[1:]]
-            yield Message(
-                role="tool", content=_text(results), tool_call_id=block.tool_use_id, name=names[block.tool_use_id]
-            )
+            name = names[block.tool_use_id]
+            yield _message("tool", _text(results), tool_call_id=block.tool_use_id, name=name)
 
 
 def _plan(service: Service, body: CountTokensRequest) -> ReplyPlan:
@@ -153,7 +162,7 @@ def _plan(service: Service, body: CountTokensRequest) -> ReplyPlan:
         check_tool(tool, f"tools.{number}", "input_schema", LONGEST_NAME)
         tools.append(tool)
     check_names(tools, "tools")
-    asked, format = body.tool_choice, body.output_config and body.output_config.format
+    asked, format = body.tool_choice, (body.output_config or OutputConfig()).format
     choice: ToolChoice = "auto"
     if asked is not None and asked.name is not None:
         choice = (asked.name,)
@@ -177,7 +186,7 @@ def _template_values(service: Service, body: CountTokensRequest) -> dict[str, An
         elif enabled != reasons:
             message = f"thinking is {body.thinking.type}, but this model {'always' if reasons else 'never'} reasons"
             raise ApiError(400, f"{message}: its chat template has no switch for it; remove thinking", "thinking")
-    effort = body.output_config and body.output_config.effort
+    effort = (body.output_config or OutputConfig()).effort
     if effort and "reasoning_effort" in readable:
         values["reasoning_effort"] = effort
     elif effort and effort != "high":  # the API's default
