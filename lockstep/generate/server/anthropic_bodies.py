@@ -110,7 +110,7 @@ class OutputFormat(Part):
 
 
 class OutputConfig(Part):
-    format: OutputFormat | None = Field(None, description="an object with type and schema")
+    format: OutputFormat | None = Field(default=None, description="an object with type and schema")
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
