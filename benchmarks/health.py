@@ -46,12 +46,12 @@ def post(port: int, path: str, body: bytes | dict[str, object], headers: dict[st
         connection.close()
 
 
-def of_bodies(*bodies: bytes) -> Callable[[int, Path], None]:
-    """Sends them in turn, to completions or chats."""
+def of_bodies(*bodies: bytes, path: str = "") -> Callable[[int, Path], None]:
+    """Sends them in turn to the path; by default to completions or chats."""
 
     def attack(port: int, _: Path) -> None:
         for body in bodies:
-            post(port, "/v1/chat/completions" if b'"messages"' in body else "/v1/completions", body)
+            post(port, path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions"), body)
 
     return attack
 
@@ -120,6 +120,8 @@ def byte_by_byte(port: int, _: Path) -> None:
 STOPS = [chr(98 + i) * 256 for i in range(15)] + ["a" * 255 + "z"]
 MANY = b"[" + b"{}," * 30_000 + b"{}]"
 CHATS = json.dumps({"messages": [{"role": "user", "content": "word " * 40}] * 4000, "max_tokens": 1}).encode()
+TEXT = {"type": "text", "text": "word"}
+BLOCKS = json.dumps({"messages": [{"role": "user", "content": [TEXT] * 16_000}], "max_tokens": 1}).encode()
 ATTACKS: dict[str, Callable[[int, Path], None]] = {
     "nothing": lambda *_: time.sleep(1),
     "32 streams": streams,
@@ -133,6 +135,7 @@ ATTACKS: dict[str, Callable[[int, Path], None]] = {
         *(json.dumps({"prompt": text, "max_tokens": 1}).encode() for text in ("ab " * 900, ["word " * 400] * 64))
     ),
     "long chats": of_bodies(CHATS),
+    "long messages": of_bodies(CHATS, BLOCKS, b'{"messages": ' + MANY + b"}", path="/v1/messages"),
     "samples begun elsewhere": of_bodies(
         *(
             json.dumps({"prompt": "x", "max_tokens": n, "seed": 1, "begun": [[70] * (n - 1)], "stop": STOPS}).encode()

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Whatever is sent: an answer in OpenAI's shape, never a 5xx, no page lost, and the engine goes on."""
 
 import json
@@ -13,7 +14,9 @@ import torch
 
 from lockstep import build_model, save_model
 from lockstep.generate.server import answer as answers
-from lockstep.generate.server import responses_api
+from lockstep.generate.server import anthropic_messages, responses_api
+from lockstep.generate.server.anthropic_bodies import CountTokensRequest, MessagesRequest
+from lockstep.generate.server.anthropic_reply import MessageReply
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import MOST, parse_body
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest
@@ -73,6 +76,37 @@ def test_a_bad_body_is_refused_and_its_field_named(server, body, param):
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[1, 2]",
+        b"\xff\xfe",
+        b'{"messages": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 99999999999999999999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": true}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": [[]]}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": [{"type": {}}]}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{}]}]}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": "' + b"word " * 5000 + b'"}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "metadata": ' + b"[" * 15000 + b"]" * 15000 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "' + b"k" * 3000 + b'": 1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": []}}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "output_config": {"format": {"type": "json_schema", "schema": {"type": "text"}}}}',
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_a_bad_message_is_refused_in_anthropics_shape(server, body):
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        with server.http() as client:
+            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        counted = path.endswith("tokens") and answer.status_code == 200  # what is too much for sampling only
+        assert counted or answer.status_code == 400, answer.text
+        assert counted or (answer.json()["error"]["message"] and answer.json()["type"] == "error")
+    _healthy(server)
+
+
 def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
     with server.http() as client:
         for answer, status in [
@@ -108,6 +142,9 @@ HEAVY = [
     (ResponsesRequest, b'{"input": [' + b"{}," * 32_000 + b"{}]}"),
     (ResponsesRequest, b'{"input": [' + b'{"type": "x"},' * 32_000 + b"{}]}"),
     (ResponsesRequest, b'{"input": [{"role": "user", "content": [' + b"{}," * 32_000 + b"{}]}]}"),
+    (MessagesRequest, b'{"max_tokens": 1, "messages": [{"role": "user", "content": [' + b"{}," * 32_000 + b"{}]}]}"),
+    (CountTokensRequest, b'{"messages": [' + b"[]," * 16_000 + b"[]]}"),
+    (CountTokensRequest, b'{"messages": [{"role": "user", "content": "a"}], "tools": [' + b"{}," * 1_000 + b"{}]}"),
 ]
 
 
@@ -169,6 +206,7 @@ def test_a_wait_for_a_turn_ends_with_its_client_or_a_second_signal_and_holds_up_
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "n": 2, "max_tokens": 3}
 BEGUN = dict(prompt="a", n=2, max_tokens=4, seed=1, begun=[[70], [71, 72]], ignore_eos=True, return_token_ids=True)
+MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stop_sequences": []}
 WORK = {
     "a long chat is rendered": ("template", "render", 400, {"messages": [{"role": "user", "content": "a"}] * 2000}),
     "a long prompt is tokenized": ("tokenizer", "encode_batch", 400, {"prompt": "a " * 3000}),
@@ -182,6 +220,8 @@ WORK = {
         {"input": [{"role": "user", "content": "a"}] * 2000},
     ),
     "a response is written": (ResponsesReply, "answer", 200, {"input": "a", "max_output_tokens": 3}),
+    "blocks are converted": (anthropic_messages, "_checked", 400, {**MESSAGE, "system": [{"type": "x"}] * 300}),
+    "a message is written": (MessageReply, "answer", 200, MESSAGE),
     "a chat is written": (Reply, "answer", 200, {**CHAT, "logprobs": True, "top_logprobs": 3}),
 }
 
@@ -200,6 +240,7 @@ def test_health_is_answered_while_large_requests_are_worked_on(server, monkeypat
 
     monkeypatch.setattr(owner, name, call)
     route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    route = "/v1/messages" if "stop_sequences" in body else route
     with server.http() as client:
         sent = ("/v1/responses", body) if "input" in body else (route, {"max_tokens": 1, **body})
         answer = client.post(sent[0], json=sent[1])

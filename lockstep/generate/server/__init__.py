@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's routes over the engine, with tokens in and out, metrics, and live weight updates."""
+"""The HTTP server: OpenAI's and Anthropic's routes over the engine, tokens in and out, metrics, live weight updates."""
 
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.engine_loop import EngineLoop

@@ -65,7 +65,9 @@ class AccessLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+                # Anthropic's clients read the second.
+                names = (b"x-request-id", b"request-id")
+                message["headers"] = [*message["headers"], *((name, record.request_id.encode()) for name in names)]
             await send(message)
 
         try:

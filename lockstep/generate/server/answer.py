@@ -254,7 +254,18 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
         whole = Whole(parts.reasoning, *choice.whole(parts))
     section: Section = "content" if text else "reasoning" if reasoning else "call" if calls else "structure"
     return Piece(
-        index, position, choice.tokens == 1, text, [event], [offset], [section], reason, reasoning, whole, calls
+        index,
+        position,
+        choice.tokens == 1,
+        text,
+        [event],
+        [offset],
+        [section],
+        reason,
+        choice.text.stop_string,
+        reasoning,
+        whole,
+        calls,
     )
 
 

@@ -18,10 +18,13 @@ from starlette.types import ASGIApp
 from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
 from lockstep.generate.server.adapters import load_adapter, unload_adapter
+from lockstep.generate.server.anthropic_bodies import CountTokensRequest, MessagesRequest
+from lockstep.generate.server.anthropic_messages import count_tokens, create_message
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import LARGE, Body, parse_body, read_body
 from lockstep.generate.server.chats import chat
 from lockstep.generate.server.completions import complete
+from lockstep.generate.server.error_shape import error_response
 from lockstep.generate.server.keys import RequireKeys
 from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.page import page_response
@@ -118,6 +121,18 @@ async def stored_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Deletes a stored response."""
     return delete(_service(request), response_id)
+
+
+@routes.post("/v1/messages", openapi_extra=_described(MessagesRequest))
+async def messages(request: Request) -> Response:
+    """Returns the assistant's next message, in Anthropic's format."""
+    return await _watched(request, MessagesRequest, create_message)
+
+
+@routes.post("/v1/messages/count_tokens", openapi_extra=_described(CountTokensRequest))
+async def message_tokens(request: Request) -> Response:
+    """The number of tokens of a prompt for `/v1/messages`."""
+    return await _watched(request, CountTokensRequest, count_tokens)
 
 
 @routes.post("/tokenize", openapi_extra=_described(TokenizePrompt))
@@ -267,14 +282,16 @@ async def _parsed(service: Service, data: bytes, kind: type[Body]) -> Body:
 async def _error_response(request: Request, error: Exception) -> Response:
     match error:
         case ApiError():
-            return error.response()
+            problem = error
         case UserError():
-            return ApiError(400, str(error)).response()
+            problem = ApiError(400, str(error))
         case HTTPException():
             message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+            problem = ApiError(error.status_code, message, code=code, headers=error.headers)
         case ClientGone() | ClientDisconnect():
             record_of(request).aborted = "disconnected"
             return Response(status_code=DISCONNECTED)  # only for the log
-    return ApiError(500, "internal error; see the server's log").response()
+        case _:
+            problem = ApiError(500, "internal error; see the server's log")
+    return error_response(problem, request.scope)

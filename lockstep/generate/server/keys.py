@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.error_shape import error_response
 from lockstep.generate.server.limits import WORK
 
 ADMIN_ROUTES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
@@ -27,7 +28,7 @@ class RequireKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(Request(scope)) if scope["type"] == "http" else None
-        await (error.response() if error else self._app)(scope, receive, send)
+        await (error_response(error, scope) if error else self._app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
         # The path that the router uses. request.url is built from the Host header, an arbitrary string: with "x#" in
@@ -40,6 +41,9 @@ class RequireKeys:
                 return ApiError(404, f"no route {path[:200]}", code="not_found")
             return _compare(request, self._admin_key, "admin key")
         if self._api_key and (path.startswith(WORK) or path == "/metrics"):
+            given = request.headers.get("x-api-key")  # as Anthropic's clients send it
+            if given is not None and _is_key(given, self._api_key):
+                return None
             return _compare(request, self._api_key, "API key")
         return None
 
@@ -59,8 +63,12 @@ def _foreign_host() -> ApiError:
 
 def _compare(request: Request, key: str, name: str) -> ApiError | None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    # Headers are decoded as Latin-1. compare_digest runs in constant time.
-    if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), key.encode()):
+    if scheme.lower() == "bearer" and _is_key(token, key):
         return None
     message = f"send the {name} in the header Authorization: Bearer KEY"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _is_key(given: str, key: str) -> bool:
+    # Headers are decoded as Latin-1. compare_digest runs in constant time.
+    return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
+from lockstep.generate.server.error_shape import error_response
 
 WORK = ("/v1/", "/tokenize", "/detokenize")
 """What the paths of requests for work begin with."""
@@ -74,4 +75,4 @@ class LimitRequests:
             with self._limits.request():
                 await self._app(scope, receive, send)
         except ApiError as error:  # the routes respond to their own
-            await error.response()(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)

@@ -53,6 +53,8 @@ class Piece:
     sections: list[Section] = field(default_factory=list)
     """What each token has completed a part of; "structure": nothing that is shown."""
     finish_reason: str | None = None
+    stop_string: str = ""
+    """The stop string that ended the choice; empty if none did."""
     reasoning: str = ""
     """Only in chats."""
     whole: Whole | None = None
@@ -67,7 +69,7 @@ class Piece:
         self.offsets += later.offsets
         self.sections += later.sections
         self.calls += later.calls
-        self.finish_reason, self.whole = later.finish_reason, later.whole
+        self.finish_reason, self.stop_string, self.whole = later.finish_reason, later.stop_string, later.whole
 
     def complete(self) -> None:
         """Makes a piece of all steps the whole choice: without calls that cannot be parsed, each call as one piece."""

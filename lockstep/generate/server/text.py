@@ -51,6 +51,8 @@ class GrowingText:
         self.length = 0
         self.stopped = False
         """A stop string was found."""
+        self.stop_string = ""
+        """The one that was found."""
         self.reasoning = ""
         """The reasoning that can be shown after the last token."""
         self.calls: list[CallPart] = []
@@ -86,34 +88,34 @@ class GrowingText:
         """The pieces, withheld and new, that cannot be part of a stop string."""
         if self.stopped:
             return []
-        position = self._stop_position(new)
+        position, self.stop_string = self._stop_position(new)
         self.stopped = position is not None
         # Withholds what may be the beginning of a stop string.
         end = _length(new) - (0 if last else max(self._matched)) if position is None else position
         shown, self._withheld = _split(self._withheld + new, _length(self._withheld) + end)
         return shown
 
-    def _stop_position(self, new: Sequence[Piece]) -> int | None:
-        """Where in the sampled text of `new` the first stop string begins, negative if before it."""
-        positions: list[int] = []
+    def _stop_position(self, new: Sequence[Piece]) -> tuple[int | None, str]:
+        """Where in the sampled text of `new` the first stop string begins, negative if before it, and which it is."""
+        found: list[tuple[int, str]] = []
         begin = 0
         for piece in new:
             if piece.section == "structure":
                 self._matched = [0] * len(self._stop)
             elif piece.sampled:
-                positions += (begin + place for place in self._completed_stops(piece.text))
-            if positions:
-                return min(positions)
+                found += ((begin + place, stop) for place, stop in self._completed_stops(piece.text))
+            if found:
+                return min(found)
             begin += len(piece.text) if piece.sampled else 0
-        return None
+        return None, ""
 
-    def _completed_stops(self, text: str) -> Iterator[int]:
-        """Where each stop string that `text` completes begins."""
+    def _completed_stops(self, text: str) -> Iterator[tuple[int, str]]:
+        """Where each stop string that `text` completes begins, and the string."""
         for number, stop in enumerate(self._stop):
             for position, character in enumerate(text, 1):
                 self._matched[number] = stop.advance(self._matched[number], character)
                 if self._matched[number] == len(stop.text):
-                    yield position - len(stop.text)
+                    yield position - len(stop.text), stop.text
                     break
 
 

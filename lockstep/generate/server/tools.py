@@ -38,6 +38,8 @@ class ReplyPlan:
     """What its content must be; None: any text."""
     content_field: str = "response_format"
     """The request's field that says so."""
+    call_prefix: str = "call_"
+    """Of the calls' ids."""
 
     @property
     def described(self) -> list[dict[str, Any]] | None:
@@ -49,7 +51,7 @@ class ReplyPlan:
         if self.form.calls is not None and self.form.calls.family == "mistral":
             # Its templates refuse others in the history.
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+        return f"{self.call_prefix}{secrets.token_hex(12)}"
 
 
 def plan_reply(
