@@ -18,6 +18,7 @@ def test_chats_under_both_names_have_calls_reasoning_and_content_of_a_type(scrip
         assert "prompt is too long" in too_long and "maximum context length is 32768 tokens" in too_much
     prompts = scripted.prompts()
     assert ["It is raining." in prompt for prompt in prompts] == [False, True, True, True] * 2
+    assert ["I look." in prompt for prompt in prompts] == [False, True, True, True] * 2
 
 
 def test_a_forced_call_of_random_weights_fits_its_schema(sampling, run):
