@@ -17,10 +17,12 @@ def test_evaluations_score_what_the_model_says(scripted, run):
     agent = looks[0], ends[0], looks[1], ends[1]
     scripted.say(*[*tools, *agent, written, "It rains in Bergen."] * 2)
     found = run("inspect_ai", "inspect_evals.py", scripted.url)
-    scripted.prompts()
+    prompts = scripted.prompts()
+    assert ["I look." in prompt for prompt in prompts] == [*[False, True] * 4, False, False] * 2
     for way in ("whole", "streamed"):
         assert found[f"tools {way}"]["answers"] == ["It rains in Bergen.", "I know nothing."]
         assert found[f"tools {way}"]["accuracy"] == found[f"agent {way}"]["accuracy"] == 0.5
         assert found[f"tools {way}"]["reasoned"] == found[f"agent {way}"]["reasoned"] == [["I look."]] * 2
         assert found[f"schema {way}"]["answers"] == [written]
+        assert found[f"too long {way}"] == "model_length"
         assert found[f"logprobs {way}"]["logprobs"][0] > 5

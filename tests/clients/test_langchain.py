@@ -17,6 +17,7 @@ def test_tools_structured_output_and_the_prebuilt_agent_work_whole_and_streamed(
     found = run("langchain", "langchain_chats.py", scripted.url, "scripted")
     assert found["call"] == found["streamed"] == {"town": "Bergen"} and found["chunks"] > 10
     assert found["messages"] == ["Is it raining in Bergen?", "", "It is raining in Bergen.", "Yes, it is."]
+    assert "prompt is too long" in found["refused"]
     for way in ("formatted", "json_schema", "function_calling", "json_mode"):
         assert found[way] == report
     seen = ["It is raining in Bergen." in prompt for prompt in scripted.prompts()]

@@ -14,8 +14,11 @@ def test_chats_under_both_names_have_calls_reasoning_and_content_of_a_type(scrip
         assert found["arguments"] == found["streamed"] == {"town": "Bergen"}
         assert found["reasoning"] == found["streamed_reasoning"] == "I look." and found["answer"] == "Yes, it is."
         assert found["parsed"] == {"town": "Oslo", "wet": False} and found["usage"] > 20
+        too_long, too_much = found["refused"]
+        assert "prompt is too long" in too_long and "maximum context length is 32768 tokens" in too_much
     prompts = scripted.prompts()
     assert ["It is raining." in prompt for prompt in prompts] == [False, True, True, True] * 2
+    assert ["I look." in prompt for prompt in prompts] == [False, True, True, True] * 2
 
 
 def test_a_forced_call_of_random_weights_fits_its_schema(sampling, run):

@@ -17,7 +17,8 @@ def test_chats_with_tools_streams_and_parsed_content(scripted, run):
     assert found["parsed"] == {"town": "Oslo", "days": 1}
     assert "tool_calls.function.arguments.delta" in found["events"]
     prompts = scripted.prompts()
-    assert all("It is raining." in prompt for prompt in prompts[1:]) and "It is raining." not in prompts[0]
+    for shown in ("It is raining.", "I look."):
+        assert [shown in prompt for prompt in prompts] == [False, True, True, True]
 
 
 def test_forced_calls_and_content_of_random_weights_have_their_types(sampling, run):
@@ -25,4 +26,14 @@ def test_forced_calls_and_content_of_random_weights_have_their_types(sampling, r
     assert found["finish_reason"] == "tool_calls" and found["call"]["town"] in ("Bergen", "Oslo")
     assert found["streamed"] == found["call"] and found["usage"] == found["tokens"] > 5
     assert isinstance(found["report"]["sure"], bool)
-    assert "other kinds of tools are not supported" in found["refused"]
+    refused = found["refused"]
+    assert "other kinds of tools are not supported" in refused["custom tools"]
+    assert "content must be a string, or a list of parts of type text" in refused["pictures"]
+    named = {
+        "effort": "reasoning_effort",
+        "sound": "audio",
+        "web search": "web_search_options",
+        "prediction": "prediction",
+    }
+    for name, field in named.items():
+        assert f"{field} is not supported" in refused[name]

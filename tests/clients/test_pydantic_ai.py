@@ -16,9 +16,11 @@ def test_agents_reach_an_output_of_their_type_in_each_way_and_stream(scripted, r
     scripted.say(looks, final, looks, json.dumps(report), looks, json.dumps(report), looks, "It rains in Bergen.")
     found = run("pydantic_ai", "pydantic_ai_agents.py", scripted.url, "scripted")
     assert [found[way] for way in ("ToolOutput", "NativeOutput", "PromptedOutput")] == [report] * 3
+    assert found["refused"] == "ModelContextWindowExceededError"
     assert "".join(found["parts"]) == "It rains in Bergen." and len(found["parts"]) > 2 and found["usage"] > 20
     prompts = scripted.prompts()
-    assert ["It is raining in Bergen." in prompt for prompt in prompts] == [False, True] * 4
+    for shown in ("It is raining in Bergen.", "I look."):
+        assert [shown in prompt for prompt in prompts] == [False, True] * 4
     assert all("Be brief." in prompt for prompt in prompts) and all("Look." in prompt for prompt in prompts[:6])
 
 

@@ -142,10 +142,14 @@ REFUSED = [
     ),
     # A limit has the name that the client gave it.
     *(
-        ({"messages": ONE, name: 512}, name, f"{name} 512 exceed the context of 512; shorten the prompt or")
+        ({"messages": ONE, name: 512}, name, f"length is 512 tokens, but a prompt has 18 and {name} is 512; shorten")
         for name in ("max_tokens", "max_completion_tokens")
     ),
-    ({"prompt": [1], "max_tokens": 512}, "max_tokens", "1 tokens and max_tokens 512 exceed the context of 512"),
+    (
+        {"prompt": [1], "max_tokens": 512},
+        "max_tokens",
+        "length is 512 tokens, but a prompt has 1 and max_tokens is 512; shorten",
+    ),
     ({"prompt": [[1], [999999]]}, "prompt", "token 999999 at position 0 of prompt 1 is outside"),
 ]
 
@@ -155,7 +159,7 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name_and_in_a_clients_word
     answer = httpx.post(f"{client.base_url}{'chat/' if 'messages' in body else ''}completions", json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["param"] == param
-    if "exceed the context" in said:
+    if "length is 512" in said:
         assert error["code"] == "context_length_exceeded"
     elif said.startswith(f"{param} is not supported"):
         assert error["code"] == "unsupported_parameter"

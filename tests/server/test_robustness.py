@@ -251,7 +251,7 @@ def test_health_is_answered_while_large_requests_are_worked_on(server, monkeypat
 
 def test_a_text_that_is_too_long_in_any_case_is_refused_by_its_characters(server):
     """Before any work on it."""
-    long, said = "ab" * 700_000, "a prompt of 1400000 characters has more than the 511 tokens"
+    long, said = "ab" * 700_000, "too long: 1400000 characters have more tokens than this server allows, 511"
     for answer in (server.complete(prompt=long), server.chat(long)):
         assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 

@@ -52,7 +52,7 @@ def check_text(service: Service, characters: int, field: str) -> None:
     """Call before any work on a text. Raises ApiError if it is too long even if all of its tokens are the longest."""
     limit = _longest_prompt(service)
     if characters > limit * service.tokenizer.longest_token:
-        message = f"a prompt of {characters} characters has more than the {limit} tokens that this server allows"
+        message = f"the prompt is too long: {characters} characters have more tokens than this server allows, {limit}"
         raise ApiError(400, message, field, "context_length_exceeded")
 
 
@@ -134,14 +134,15 @@ def truncated(service: Service, body: SamplingRequest, prompt: list[int]) -> lis
 
 
 def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, body: SamplingRequest) -> None:
+    # Clients know an error of the length by "prompt is too long" or "maximum context length is", not all by its code.
     longest, limit = max(map(len, prompts)), _longest_prompt(service)
     if longest > limit:
-        message = f"a prompt has {longest} tokens; this server allows {limit}"
+        message = f"the prompt is too long: {longest} tokens; this server allows {limit}"
         raise ApiError(400, message, body.prompt_field, "context_length_exceeded")
     if longest + max_tokens > service.context:
         message = (
-            f"a prompt of {longest} tokens and {body.limit_field} {max_tokens} exceed the context of "
-            f"{service.context}; shorten the prompt or lower {body.limit_field}"
+            f"this model's maximum context length is {service.context} tokens, but a prompt has {longest} and "
+            f"{body.limit_field} is {max_tokens}; shorten the prompt or lower {body.limit_field}"
         )
         raise ApiError(400, message, body.limit_field, "context_length_exceeded")
 

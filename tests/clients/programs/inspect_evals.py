@@ -13,6 +13,8 @@ from inspect_ai.tool import tool
 from inspect_ai.util import json_schema
 from pydantic import BaseModel
 
+WAYS = {False: "whole", True: "streamed"}
+
 
 class Report(BaseModel):
     town: str
@@ -46,13 +48,16 @@ tasks = {
     "logprobs": Task(samples[:1], scorer=includes(), config=GenerateConfig(logprobs=True, top_logprobs=2)),
 }
 found = {}
+too_long = Task([Sample("word " * 40000, target="x")], scorer=includes())
 for stream in (False, True):
     model = get_model("openai-api/here/small", base_url=f"{sys.argv[1]}/v1", api_key="none", stream=stream)
+    (log,) = eval(too_long, model=model, max_retries=0, display="none", log_dir="logs")
+    found[f"too long {WAYS[stream]}"] = log.samples[0].output.stop_reason
     for name, task in tasks.items():
         (log,) = eval(task, model=model, max_samples=1, max_retries=0, display="none", log_dir="logs")
         assert log.status == "success", log.error
         last = [sample.output.choices[0] for sample in log.samples]
-        found[f"{name} {'streamed' if stream else 'whole'}"] = {
+        found[f"{name} {WAYS[stream]}"] = {
             "accuracy": log.results.scores[0].metrics["accuracy"].value,
             "answers": [choice.message.text for choice in last],
             "reasoned": [reasoning_of(sample.messages) for sample in log.samples],

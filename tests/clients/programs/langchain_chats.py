@@ -8,6 +8,7 @@ from typing import Literal
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from langchain_openai.chat_models.base import OpenAIContextOverflowError
 from langgraph.prebuilt import create_react_agent
 from pydantic import BaseModel
 
@@ -44,6 +45,10 @@ if sys.argv[2] == "scripted":
     agent = create_react_agent(model, [weather], prompt="Be brief.")
     found["messages"] = [m.content for m in agent.invoke({"messages": [("user", task)]})["messages"]]
     formatted = create_react_agent(model, [weather], response_format=Report)
+    try:
+        model.invoke("word " * 40000)
+    except OpenAIContextOverflowError as error:
+        found["refused"] = error.message
     found["formatted"] = formatted.invoke({"messages": [("user", task)]})["structured_response"].model_dump()
 else:
     del ways["json_mode"]  # any object would do

@@ -35,7 +35,16 @@ def chat(model):
     )
     whole = litellm.stream_chunk_builder(chunks, messages=messages)
     parsed = litellm.completion(messages=messages, response_format=Report, **asked).choices[0].message.content
+    try:
+        litellm.completion(messages=[{"role": "user", "content": "word " * 40000}], **asked)
+    except litellm.ContextWindowExceededError as error:
+        refused = [error.message]
+    try:
+        litellm.completion(messages=messages, max_tokens=10**6, **asked)
+    except litellm.ContextWindowExceededError as error:
+        refused.append(error.message)
     return {
+        "refused": refused,
         "arguments": json.loads(call.function.arguments),
         "reasoning": first.reasoning_content,
         "answer": second.content,

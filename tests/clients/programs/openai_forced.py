@@ -29,11 +29,21 @@ with client.chat.completions.stream(**asked, **tools, stream_options={"include_u
         pass
     streamed = stream.get_final_completion()
 report = client.chat.completions.parse(**asked, response_format=Report).choices[0].message.parsed
-refused = None
-try:
-    client.chat.completions.create(**asked, tools=[{"type": "custom", "custom": {"name": "shell"}}])
-except openai.BadRequestError as error:
-    refused = error.body["message"]
+picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+unsupported = {
+    "custom tools": {"tools": [{"type": "custom", "custom": {"name": "shell"}}]},
+    "pictures": {"messages": [{"role": "user", "content": [picture]}]},
+    "effort": {"reasoning_effort": "low"},
+    "sound": {"modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "alloy"}},
+    "web search": {"web_search_options": {}},
+    "prediction": {"prediction": {"type": "content", "content": "x"}},
+}
+refused = {}
+for name, fields in unsupported.items():
+    try:
+        client.chat.completions.create(**asked | fields)
+    except openai.BadRequestError as error:
+        refused[name] = error.body["message"]
 
 print(
     json.dumps(

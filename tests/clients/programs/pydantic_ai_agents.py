@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.exceptions import ModelContextWindowExceededError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -35,6 +36,10 @@ if sys.argv[2] == "scripted":
     with agent.run_stream_sync(task) as stream:
         found["parts"] = list(stream.stream_text(delta=True, debounce_by=None))
         found["usage"] = stream.usage.output_tokens
+    try:
+        agent.run_sync("word " * 40000)
+    except ModelContextWindowExceededError as error:
+        found["refused"] = type(error).__name__
 else:
     for way in (ToolOutput, NativeOutput):
         agent = Agent(model, output_type=way(Report, strict=True), model_settings=settings)

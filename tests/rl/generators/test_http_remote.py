@@ -437,7 +437,7 @@ def test_requests_wait_while_other_clients_have_taken_all_places(folder, model):
 
 
 def test_a_refused_request_and_logits_that_are_not_finite_are_errors_of_the_user(server, model, folder, tmp_path):
-    with pool_of(model, folder, server.url) as pool, pytest.raises(UserError, match="exceed the context of 512"):
+    with pool_of(model, folder, server.url) as pool, pytest.raises(UserError, match="maximum context length is 512"):
         generate(pool, PROMPTS[:1], dataclasses.replace(PARAMS, max_tokens=600))
     broken = load_model(folder)
     with torch.no_grad():
