@@ -77,7 +77,7 @@ def run(tmp_path):
         command = [client_python(client), str(PROGRAMS / program), *arguments]
         home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
         variables = {"PATH": os.environ["PATH"], **OFFLINE, **home}
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, timeout=600)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return json.loads(done.stdout.strip().splitlines()[-1])
 

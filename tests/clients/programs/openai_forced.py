@@ -48,7 +48,7 @@ for name, fields in unsupported.items():
 print(
     json.dumps(
         {
-            "finish_reason": called.finish_reason,
+            "finish_reasons": [called.finish_reason, streamed.choices[0].finish_reason],
             "call": called.message.tool_calls[0].function.parsed_arguments.model_dump(),
             "tokens": len(called.logprobs.content),
             "streamed": streamed.choices[0].message.tool_calls[0].function.parsed_arguments.model_dump(),
