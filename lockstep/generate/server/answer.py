@@ -88,7 +88,7 @@ async def answer(
     reply = writer or Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
-        model=params.adapter or service.model_name,
+        model=service.named(body.model),
         chat=chat,
         prompts=prompts,
         tokenizer=service.tokenizer,

@@ -170,7 +170,7 @@ class MessagesRequest(CountTokensRequest):
 
     def sampling(self) -> SamplingRequest:
         """The fields that determine how the reply is sampled."""
-        same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "ignore_eos")
+        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "ignore_eos")
         return SamplingRequest(**{name: getattr(self, name) for name in same}, stop=self.stop_sequences)
 
 

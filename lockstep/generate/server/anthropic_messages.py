@@ -52,7 +52,7 @@ async def create_message(service: Service, request: Request, body: MessagesReque
     max_tokens = min(body.max_tokens, max(1, service.context - len(prompt)))
     writer = MessageReply(
         id=f"msg_{secrets.token_hex(12)}",
-        model=service.model_name,
+        model=service.named(body.model),
         request_id=record_of(request).request_id,
         prompt_tokens=len(prompt),
         fills_context=max_tokens < body.max_tokens,

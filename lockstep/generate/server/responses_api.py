@@ -123,7 +123,7 @@ def _repeated(service: Service, body: ResponsesRequest) -> dict[str, str]:
     format = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
     values = {
-        "model": service.model_name,
+        "model": service.named(body.model),
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

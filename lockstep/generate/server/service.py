@@ -93,6 +93,10 @@ class Service:
         """The engine's name of the adapter that a request's `model` names; empty: none."""
         return name if name in self.adapters else ""
 
+    def named(self, name: str | None) -> str:
+        """The name of what answers a request with this `model`."""
+        return self.adapter_of(name) or self.model_name
+
     async def in_turn(self, work: Callable[[], Result]) -> Result:
         """Calls `work` for a large request in a thread, one call at a time: every thread that competes for the GIL or a
         core delays the event loop. Small requests do not wait for it."""
