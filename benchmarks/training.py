@@ -7,7 +7,7 @@
     overhead  the share of a run's step that is not forward, backward or optimizer
 
 In bfloat16 ours keeps float32 master weights; the peers' AdamW works on the bfloat16 weights.
-Run: python benchmarks/training.py [--work step] [--dtype float32] [--rows 4] [--model qwen3:small]
+Run: python benchmarks/training.py [--work step] [--dtype float32] [--rows 4] [--model qwen3:small|hybrid]
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.model import ModelConfig
 
 LENGTH, VOCAB, STEPS = 512, 32000, 3
 RUN_STEPS, RUN_FILES = 20, 40
@@ -41,6 +45,19 @@ class Work:
 
     def arguments(self) -> list[str]:
         return ["--folder", self.folder, "--dtype", self.dtype, "--rows", str(self.rows), "--model", self.model]
+
+
+def shape_of(model: str) -> ModelConfig:
+    """The shape of a preset; `hybrid`: of 110M parameters, three of four layers with linear attention."""
+    from lockstep.model import preset
+    from lockstep.model.config import DeltaNet
+
+    if model != "hybrid":
+        return preset(model, VOCAB)
+    return replace(
+        preset("qwen3_5:small", VOCAB), dim=768, num_layers=12, num_heads=6, num_kv_heads=2, head_dim=128,
+        rotated_features=32, intermediate_size=2048, delta=DeltaNet(6, 6, 128, 128),
+    )  # fmt: skip
 
 
 def tokens(rows: int) -> list[list[int]]:
@@ -159,9 +176,8 @@ def prepare(work: Work) -> None:
     """The model, and text with a tokenizer of its own, that all sides read."""
     from lockstep import build_model, save_model
     from lockstep.data import train_bpe
-    from lockstep.model import preset
 
-    save_model(build_model(preset(work.model, VOCAB), dtype=work.dtype), work.folder)
+    save_model(build_model(shape_of(work.model), dtype=work.dtype), work.folder)
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = {p.name: p.read_text() for p in sorted(library.glob("*.py"))[:RUN_FILES]}
     (Path(work.folder) / "text").mkdir()
@@ -175,13 +191,11 @@ def step_work(work: Work) -> None:
     from ceilings import measure
     from peers import compare
 
-    from lockstep.model import preset
-
     name = f"training step: {work.model}, {work.dtype}, {work.rows} x {LENGTH} tokens"
     units = work.rows * LENGTH
     seconds = compare(__file__, ["--work", "step", *work.arguments()], name, units, "tokens/s", "transformers")
     products = measure(getattr(torch, work.dtype)).products
-    used = 6 * preset(work.model, VOCAB).num_parameters * units / seconds
+    used = 6 * shape_of(work.model).num_parameters * units / seconds
     print(f"  {used / 1e9:.0f} GF/s: {used / products:.0%} of the {products / 1e9:.0f} GF/s of a matrix product")
 
 
