@@ -35,9 +35,12 @@ def drawn(
     decays: str = "any",
     strength: float = 2.0,
     seed: int = 0,
+    width: int = 4,
+    keys: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, DeltaTerms]:
     """mixed, b, a and terms, with padding at the end. Keys come in pairs of opposite signs, so that what they store
-    cancels; a large `strength` makes updates that replace all or nothing."""
+    cancels; a large `strength` makes updates that replace all or nothing. width: of the convolution. keys: a factor of
+    what queries and keys are made from: with a small one the epsilon of their length counts."""
     key_heads, value_heads, key_dim, value_dim = shape
     draw, rows = torch.Generator().manual_seed(seed), sum(lengths) + PADDING
     of_keys, channels = key_heads * key_dim, 2 * key_heads * key_dim + value_heads * value_dim
@@ -46,8 +49,9 @@ def drawn(
     mixed[1::2, of_keys : 2 * of_keys] = (
         1e-2 * mixed[1::2, of_keys : 2 * of_keys] - mixed[: rows - 1 : 2][: len(mixed[1::2]), of_keys : 2 * of_keys]
     )
+    mixed[:, : 2 * of_keys] *= keys
     mean, spread = DECAYS[decays]
-    conv = torch.randn(channels, 4, generator=draw) * 0.5
+    conv = torch.randn(channels, width, generator=draw) * 0.5
     rates = mean + torch.randn(value_heads, generator=draw)
     bias = torch.randn(value_heads, generator=draw)
     b, a = (size * torch.randn(rows, value_heads, generator=draw) for size in (strength, spread))
@@ -85,16 +89,18 @@ def with_leaves(mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "decays", "strength"),
+    ("shape", "dtype", "decays", "strength", "width", "keys"),
     [
-        (SHAPES[0], FLOAT, "any", 2.0), (SHAPES[1], HALF, "any", 2.0), (SHAPES[2], FLOAT, "nearly all is kept", 20.0),
-        (SHAPES[3], FLOAT, "nearly nothing is kept", 2.0), (SHAPES[4], FLOAT, "either", 2.0),
-        (SHAPES[0], HALF, "nearly all is kept", 2.0), ((1, 2, 128, 128), FLOAT, "any", 2.0),
+        (SHAPES[0], FLOAT, "any", 2.0, 4, 1.0), (SHAPES[1], HALF, "any", 2.0, 4, 1.0),
+        (SHAPES[2], FLOAT, "nearly all is kept", 20.0, 4, 1.0),
+        (SHAPES[3], FLOAT, "nearly nothing is kept", 2.0, 4, 1.0), (SHAPES[4], FLOAT, "either", 2.0, 4, 1.0), (SHAPES[0], HALF, "nearly all is kept", 2.0, 4, 1.0),
+        ((1, 2, 128, 128), FLOAT, "any", 2.0, 4, 1.0), (SHAPES[0], FLOAT, "any", 2.0, 2, 1.0),
+        (SHAPES[0], FLOAT, "any", 2.0, 7, 1.0), (SHAPES[0], FLOAT, "any", 2.0, 4, 1e-3),
     ],
 )  # fmt: skip
-def test_values_and_gradients_are_those_of_float64(shape, dtype, decays, strength):
+def test_values_and_gradients_are_those_of_float64(shape, dtype, decays, strength, width, keys):
     lengths = [5, 130, 64, 1]
-    leaves, terms = with_leaves(*drawn(lengths, shape, dtype, decays, strength))
+    leaves, terms = with_leaves(*drawn(lengths, shape, dtype, decays, strength, width=width, keys=keys))
     out = delta(*leaves[:3], terms, starts_of(lengths))
     exact = [x.detach().double().requires_grad_() for x in leaves]
     expected = in_float64(*exact[:3], DeltaTerms(exact[3], exact[4], exact[5], *terms[3:]), lengths)
@@ -111,6 +117,20 @@ def test_values_and_gradients_are_those_of_float64(shape, dtype, decays, strengt
         scale = max(0.1 if name in ("out", "mixed", "b", "a") else 2.0, float(reference.abs().max()))
         assert (mine.double() - reference).abs().max() <= tolerance * scale, name
         assert not mine[-PADDING:].any() or name not in ("out", "mixed", "b", "a")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_that_are_not_finite_leave_nothing_for_the_next_gradient(shape):
+    def results(mixed, b, a, terms):
+        leaves, terms = with_leaves(mixed, b, a, terms)
+        out = delta(*leaves[:3], terms, starts_of(lengths))
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    lengths = [130, 70]
+    before = results(*drawn(lengths, shape))
+    broken, *others = drawn(lengths, (4, 4, 40, 40))
+    results(torch.full_like(broken, torch.nan), *others)
+    assert all(map(torch.equal, before, results(*drawn(lengths, shape))))
 
 
 @pytest.mark.parametrize(("shape", "decays"), [(SHAPES[0], "any"), (SHAPES[3], "either")])
