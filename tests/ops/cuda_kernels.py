@@ -383,11 +383,11 @@ def test_copies_of_a_shared_key_are_found_and_summed_as_on_the_cpu(groups, seed,
     fixed = ops.SharedPrefixAttention.of_contexts(*padded, rows, keys, max(lengths, default=0) + 5)
     like = torch.empty(rows, 2, 4, dtype=dtype)
     of_keys = _randn(seed, keys, 2, 4) * 10.0 ** torch.randint(-4, 4, (keys, 1, 1))
-    expected = attention._summed(of_keys, like)
+    expected = attention.summed(of_keys, like)
     of_rows = _randn(seed + 1, rows, 2, 4)
     expected_rows, _ = attention._of_keys(of_rows, None)
     with in_kernels():
-        assert torch.equal(fixed._summed(of_keys, like), expected)
+        assert torch.equal(fixed.summed(of_keys, like), expected)
         assert torch.equal(attention._of_keys(of_rows, of_rows)[1], expected_rows)
         assert torch.equal(fixed._of_keys(of_rows, of_rows)[1][: attention.keys], expected_rows)
 

@@ -93,7 +93,8 @@ def with_leaves(mixed: Tensor, b: Tensor, a: Tensor, terms: DeltaTerms) -> tuple
     [
         (SHAPES[0], FLOAT, "any", 2.0, 4, 1.0), (SHAPES[1], HALF, "any", 2.0, 4, 1.0),
         (SHAPES[2], FLOAT, "nearly all is kept", 20.0, 4, 1.0),
-        (SHAPES[3], FLOAT, "nearly nothing is kept", 2.0, 4, 1.0), (SHAPES[4], FLOAT, "either", 2.0, 4, 1.0), (SHAPES[0], HALF, "nearly all is kept", 2.0, 4, 1.0),
+        (SHAPES[3], FLOAT, "nearly nothing is kept", 2.0, 4, 1.0),
+        (SHAPES[4], FLOAT, "either", 2.0, 4, 1.0), (SHAPES[0], HALF, "nearly all is kept", 2.0, 4, 1.0),
         ((1, 2, 128, 128), FLOAT, "any", 2.0, 4, 1.0), (SHAPES[0], FLOAT, "any", 2.0, 2, 1.0),
         (SHAPES[0], FLOAT, "any", 2.0, 7, 1.0), (SHAPES[0], FLOAT, "any", 2.0, 4, 1e-3),
     ],

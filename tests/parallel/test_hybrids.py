@@ -155,7 +155,7 @@ def test_degrees_that_do_not_divide_the_key_heads_are_refused_by_name():
     with pytest.raises(UserError, match=message):
         refuse_impossible(shape, {"tensor": 4}, P(tensor=4))
     refuse_impossible(shape, {"tensor": 2}, P(tensor=2))
-    with pytest.raises(UserError, match=r"twice of which divides values of linear attention \(24\)"):
+    with pytest.raises(UserError, match=r"twice of which divides features of linear attention's heads \(24\)"):
         replace(HYBRID, delta=DeltaNet(2, 4, 16, 6), reduction_chunks=8)
 
 

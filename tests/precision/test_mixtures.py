@@ -68,7 +68,7 @@ def test_each_product_of_the_experts_has_its_format(family, kept):
     else:
         of_up = "int4"
         weights = [part.weight for part in (layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj)]
-        expected = ops.experts(x, *layer.gate(x), *weights, layer.shared_experts, (of_others, of_up, of_down))
+        expected = ops.experts(x, *layer.gate(x), *weights, layer.shared, (of_others, of_up, of_down))
     assert torch.equal(layer(x), expected)
 
 

@@ -417,7 +417,7 @@ FUNCTION = {"type": "function", "name": "f"}
         ({"n": 2}, "n", "n is not supported"),
         ({"return_token_ids": True}, "return_token_ids", "return_token_ids is not supported"),
         ({"stream_options": {"include_usage": True}, "stream": True}, "stream_options", "always has usage"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "exceed the context"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length"),
         ({"instuctions": "x"}, "instuctions", "instructions"),
     ],
 )  # fmt: skip

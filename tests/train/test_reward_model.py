@@ -198,7 +198,7 @@ SCORING = [name for name, module in FAMILIES.items() if module.MODEL_TYPE in KNO
 
 @pytest.mark.parametrize("family", SCORING)
 def test_every_family_scores_as_transformers_does(tmp_path, family):
-    shape = replace(preset(f"{family}:micro", 258), num_layers=2, score_head=True, tie_embeddings=False)
+    shape = replace(preset(f"{family}:micro", 258), num_layers=4, score_head=True, tie_embeddings=False)
     model = build_model(shape, "float32", seed=1)
     save_model(model, tmp_path)
     texts = [[5, 6, 7, 8, 9, 10, 11] * 3, [100, 3, 7]]
