@@ -16,7 +16,11 @@ import httpx
 import openai
 import pytest
 
+from lockstep import build_model, save_model
 from lockstep.config import EngineConfig, ServeConfig
+from lockstep.data import load_tokenizer
+from lockstep.model import preset
+from tests.data.call_templates import write_call_family
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=64, cache_tokens=16384)
 TEMPLATE = (
@@ -187,3 +191,24 @@ def say(monkeypatch):
         return script
 
     return begin
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory, bpe_tokenizer):
+    """serving(family): a running server of a small model with random weights and that family's template."""
+    open_servers = {}
+
+    def of(name):
+        if name not in open_servers:
+            folder = tmp_path_factory.mktemp("families") / name
+            write_call_family(folder, name, bpe_tokenizer)
+            tokenizer = load_tokenizer(folder)
+            config = preset("qwen3:micro", tokenizer.vocab_size + tokenizer.vocab_size % 2, (tokenizer.eos_id,))
+            save_model(build_model(config, dtype="float32", seed=1), folder)
+            manager = running_server(folder, model_name="small", dtype="float32")
+            open_servers[name] = manager, manager.__enter__()
+        return open_servers[name][1]
+
+    yield of
+    for manager, _ in open_servers.values():
+        manager.__exit__(None, None, None)

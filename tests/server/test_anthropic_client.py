@@ -6,9 +6,6 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from lockstep.data import load_tokenizer
-from lockstep.model import build_model, preset, save_model
-from tests.data.call_templates import write_call_family
 from tests.server.conftest import ENGINE, running_server
 from tests.server.scripted import SAID, THOUGHT, save_thinking
 
@@ -35,27 +32,6 @@ OPENAI_TOOLS = [
 ]  # fmt: skip
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "ü 1", "limit":  3}}\n</tool_call>'
 OTHER = '<tool_call>\n{"arguments": {"on": true}, "name": "look_up"}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory, bpe_tokenizer):
-    """serving(family): a running server of a small model with random weights and that family's template."""
-    open_servers = {}
-
-    def of(name):
-        if name not in open_servers:
-            folder = tmp_path_factory.mktemp("anthropic") / name
-            write_call_family(folder, name, bpe_tokenizer)
-            tokenizer = load_tokenizer(folder)
-            config = preset("qwen3:micro", tokenizer.vocab_size + tokenizer.vocab_size % 2, (tokenizer.eos_id,))
-            save_model(build_model(config, dtype="float32", seed=1), folder)
-            manager = running_server(folder, model_name="small", dtype="float32")
-            open_servers[name] = manager, manager.__enter__()
-        return open_servers[name][1]
-
-    yield of
-    for manager, _ in open_servers.values():
-        manager.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")

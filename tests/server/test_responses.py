@@ -10,12 +10,10 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from lockstep.data import load_tokenizer
 from lockstep.generate.server import responses_store
 from lockstep.generate.server.protocol import Message
 from lockstep.generate.server.responses_store import StoredResponses
-from lockstep.model import build_model, preset, save_model
-from tests.data.call_templates import PARAMETERS, write_call_family
+from tests.data.call_templates import PARAMETERS
 from tests.server.conftest import running_server
 from tests.server.scripted import SAID, THOUGHT, save_thinking
 
@@ -34,27 +32,6 @@ def thinking(tmp_path_factory, bpe_tokenizer):
     with running_server(folder, model_name="thinking", dtype="float32") as running:
         running.script = script
         yield running
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory, bpe_tokenizer):
-    """serving(family): a running server of a small model with random weights."""
-    open_servers = {}
-
-    def of(name):
-        if name not in open_servers:
-            folder = tmp_path_factory.mktemp("tools") / name
-            write_call_family(folder, name, bpe_tokenizer)
-            tokenizer = load_tokenizer(folder)
-            config = preset("qwen3:micro", tokenizer.vocab_size + tokenizer.vocab_size % 2, (tokenizer.eos_id,))
-            save_model(build_model(config, dtype="float32", seed=1), folder)
-            manager = running_server(folder, model_name="small", dtype="float32")
-            open_servers[name] = manager, manager.__enter__()
-        return open_servers[name][1]
-
-    yield of
-    for manager, _ in open_servers.values():
-        manager.__exit__(None, None, None)
 
 
 def post(server, **body):

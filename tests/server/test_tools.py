@@ -9,10 +9,7 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lockstep.data import load_tokenizer
-from lockstep.model import build_model, preset, save_model
-from tests.data.call_templates import CALL_FAMILIES, PARAMETERS, call_template, write_call_family
-from tests.server.conftest import running_server
+from tests.data.call_templates import CALL_FAMILIES, PARAMETERS, call_template
 
 ASK = [{"role": "user", "content": "hi"}]
 END = {"ignore_eos": True}
@@ -21,28 +18,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": schema}}
     for name, schema in PARAMETERS.items()
 ]
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory, bpe_tokenizer):
-    """serving(family): a running server of a small model with random weights."""
-    open_servers = {}
-
-    def of(name):
-        if name not in open_servers:
-            folder = tmp_path_factory.mktemp("tools") / name
-            write_call_family(folder, name, bpe_tokenizer)
-            tokenizer = load_tokenizer(folder)
-            size = tokenizer.vocab_size + tokenizer.vocab_size % 2
-            config = preset("qwen3:micro", size, (tokenizer.eos_id,))
-            save_model(build_model(config, dtype="float32", seed=1), folder)
-            manager = running_server(folder, model_name="small", dtype="float32")
-            open_servers[name] = manager, manager.__enter__()
-        return open_servers[name][1]
-
-    yield of
-    for manager, _ in open_servers.values():
-        manager.__exit__(None, None, None)
 
 
 def chat(server, messages=ASK, **body):
