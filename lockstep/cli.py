@@ -1,5 +1,5 @@
 """One command: lockstep demo | pretrain | sft | dpo | reward-model | data | rl | replay | generate | chat | eval |
-serve | parity | compile | compare | convert | why | doctor.
+serve | train-server | parity | compile | compare | convert | why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback. A command imports its implementation after
 parsing its options, so that --help and wrong options do not import PyTorch.
@@ -312,6 +312,26 @@ def serve(arguments: list[str]) -> int:
         return run(config, folder_of_ranks(config.model, world), world)
 
 
+def train_server(arguments: list[str]) -> int:
+    """serve the training API: the tinker client and its cookbook train adapters of a model here"""
+    from lockstep.config import TrainServerConfig, validate
+
+    config = parse_options(TrainServerConfig, arguments, "train-server")
+    config.api_key = config.api_key or os.environ.get("TINKER_API_KEY", "")
+    validate(config)
+    from lockstep.checkpoint import model_folder
+    from lockstep.parallel import refuse_ranks
+
+    refuse_ranks("train-server")
+    try:
+        from lockstep.train_server import serve as run
+    except ImportError as error:
+        raise UserError(
+            f"the training API needs the package {error.name}; install it with pip install 'lockstep-lm[tinker]'"
+        ) from error
+    return run(config, model_folder(config.model))
+
+
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     from lockstep.commands.parity import ParityOptions
@@ -466,6 +486,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": chat,
     "eval": evaluate,
     "serve": serve,
+    "train-server": train_server,
     "parity": parity,
     "compile": compile_run,
     "compare": compare,

@@ -22,6 +22,7 @@ from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import CONFIG, from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
+from lockstep.config.train_server import TrainServerConfig
 from lockstep.config.validation import validate, validate_run
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",
+    "TrainServerConfig",
     "algorithm_of",
     "from_toml",
     "recorded_run",

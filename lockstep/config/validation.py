@@ -18,16 +18,19 @@ from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import train_problems
+from lockstep.config.train_server import TrainServerConfig
 from lockstep.config.unused_settings import unused_setting_problems
 from lockstep.errors import UserError, closest
 from lockstep.precision import FLOAT8
 
 
-def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> None:
+def validate(config: PretrainConfig | RLConfig | ServeConfig | TrainServerConfig | EvalConfig) -> None:
     """Raises UserError for impossible values, naming each field and what to change."""
     problems = list(bound_problems(config))
     if isinstance(config, ServeConfig):
         problems += _serve_problems(config)
+    elif isinstance(config, TrainServerConfig):
+        problems += _address_problems(config, "TINKER_API_KEY")
     elif isinstance(config, EvalConfig):
         problems += config.problems()
     elif not problems:  # the checks below compare fields that are valid on their own
@@ -247,15 +250,20 @@ def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> 
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:
-    if config.dtype not in ("", "auto", "bfloat16", "float32"):
-        yield f'dtype is "{config.dtype}"; give auto, bfloat16 or float32'
     if config.admin_key and config.admin_key == config.api_key:
         yield "admin_key equals api_key, so anyone who can sample could change the weights; give a different one"
     yield from _adapter_problems(config)
+    yield from _address_problems(config, "LOCKSTEP_API_KEY")
+
+
+def _address_problems(config: ServeConfig | TrainServerConfig, key: str) -> Iterator[str]:
+    """key: the environment variable of the API key."""
+    if config.dtype not in ("", "auto", "bfloat16", "float32"):
+        yield f'dtype is "{config.dtype}"; give auto, bfloat16 or float32'
     if not config.api_key and not _is_loopback(config.host):
         yield (
-            f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "
-            "or listen on 127.0.0.1"
+            f"host {config.host} can be reached from other machines; set an API key ({key} or --api-key), or listen on "
+            "127.0.0.1"
         )
 
 

@@ -122,6 +122,11 @@ class MasterOptimizer:
             return TreeSummedGradients(self.parameters)
         return Gradients(self.parameters)
 
+    def use(self, config: TrainConfig) -> None:
+        """Updates with the moments' decay, epsilon, clipping and weight decay of `config` from now on."""
+        self.config = config
+        self.settings = settings_of({name: master.shape for name, master in self.masters.items()}, config)
+
     def begin(self, learning_rate: float, microbatches: int) -> None:
         """Call before a step's first backward. Raises UserError if the settings do not allow so many micro-batches."""
         if self.config.optimizer_in_backward and microbatches > 1:

@@ -94,11 +94,12 @@ class Panic(BaseException):
 
 @contextmanager
 def running_server(folder, **options):
+    from lockstep.generate.server.app import create_app
     from lockstep.generate.server.serve import Server, build_service
 
     config = ServeConfig(model=str(folder), **({"engine": ENGINE, "port": 0} | options))
     service = build_service(config, folder)
-    server = Server(service)
+    server = Server(create_app(service), service.config, service.limits)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
     thread.start()

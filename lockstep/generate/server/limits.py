@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
 from lockstep.generate.server.error_shape import error_response
 
-WORK = ("/v1/", "/tokenize", "/detokenize")
+WORK = ("/v1/", "/api/v1/", "/tokenize", "/detokenize")
 """What the paths of requests for work begin with."""
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from lockstep.checkpoint import open_model
 from lockstep.config import ServeConfig
@@ -25,6 +27,7 @@ from lockstep.generate.engine import Engine
 from lockstep.generate.server.adapters import load_first_adapters
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
+from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
 from lockstep.hub import named_path
@@ -65,7 +68,7 @@ def build_service(config: ServeConfig, folder: Path, engine: Engine | None = Non
 
 def serve(config: ServeConfig, folder: Path, world: World) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code. The other ranks follow rank 0 until it ends."""
-    world.on_main(lambda: _require_address(config.host, config.port))
+    world.on_main(lambda: require_address(config.host, config.port))
     engine = build_engine(config, folder, world)
     if not world.is_main:
         # torchrun sends signals to all ranks: the others end when rank 0 has answered its last request.
@@ -92,17 +95,17 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     if service.sampling_defaults:
         values = ", ".join(f"{name} {value}" for name, value in service.sampling_defaults.items())
         logger.info("requests without them have the model's defaults: %s (--generation-config vllm: none)", values)
-    server = Server(service)
+    server = Server(create_app(service), config, service.limits)
     # What is loaded by now is never garbage; traversing it would block every client for a tenth of a second.
     gc.collect()
     gc.freeze()
-    with _access_lines():
+    with access_lines():
         server.run()
     return 0 if server.started else 1
 
 
 @contextmanager
-def _access_lines() -> Iterator[None]:
+def access_lines() -> Iterator[None]:
     """Within this context, every request is logged as a line of JSON on stdout."""
     lines, access = logging.StreamHandler(sys.stdout), logging.getLogger("lockstep.access")
     lines.setFormatter(logging.Formatter("%(message)s"))
@@ -115,7 +118,7 @@ def _access_lines() -> Iterator[None]:
         access.removeHandler(lines)
 
 
-def _require_address(host: str, port: int) -> None:
+def require_address(host: str, port: int) -> None:
     """Raises UserError, before a model is loaded, if the server cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -125,17 +128,26 @@ def _require_address(host: str, port: int) -> None:
         raise UserError(f"{host}, port {port}: {problem}; give another --port or --host") from error
 
 
+class Listens(Protocol):
+    """The settings of a server's connections."""
+
+    host: str
+    port: int
+    client_seconds: float
+    max_connections: int
+    shutdown_seconds: float
+
+
 class Server(uvicorn.Server):
     """uvicorn with a shutdown in three steps: refuse new requests, finish running ones, abort the rest.
 
     The socket stays open meanwhile, so that a health check sees 503 and not a broken connection.
     """
 
-    def __init__(self, service: Service):
-        config = service.config
+    def __init__(self, app: ASGIApp, config: Listens, limits: Limits):
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                app,
                 host=config.host,
                 port=config.port,
                 http=bounded_connections(config.client_seconds, config.max_connections),
@@ -148,7 +160,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=SECONDS_TO_READ,
             )
         )
-        self._service = service
+        self._limits, self._seconds = limits, config.shutdown_seconds
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Task[None] | None = None
 
@@ -165,12 +177,12 @@ class Server(uvicorn.Server):
 
     def begin_end(self) -> None:
         if self._end is not None:
-            self._service.limits.aborting.set()
+            self._limits.aborting.set()
         else:
             self._end = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        limits, seconds = self._service.limits, self._service.config.shutdown_seconds
+        limits, seconds = self._limits, self._seconds
         limits.draining = True
         logger.info("shutting down: running requests (%d) have %g seconds to finish", limits.requests, seconds)
         with suppress(TimeoutError):
