@@ -305,9 +305,7 @@ async def sample_later(service: Service, body: Sample) -> Promise:
     if (promise := service.promises.find(request_id)) is not None:
         return promise
     if service.limits.sequences + body.num_samples > service.limits.max_sequences:
-        raise ApiError(
-            429, f"{service.limits.sequences} samples are running or waiting; the client sends this one again"
-        )
+        raise too_busy(f"{service.limits.sequences} samples are running or waiting; the client sends this one again")
     promise = service.promises.make(request_id, sampler.session_id, (sampler.sampler_id, body.seq_id // CLONE))
     service.promises.begin(promise, lambda: sample(service, sampler, body))
     return promise
