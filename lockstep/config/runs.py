@@ -165,7 +165,7 @@ class RLConfig:
     `leave_one_out`: the mean of the others in its group, `batch`: the mean over the step's tokens, `group_batch`: the
     mean of its group, then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: per token, by the teacher.
     `gae`: per token, by a value function that is trained with the policy. Or FILE.py:NAME, a function of your own
-    (docs/own-loop.md)."""
+    (docs/rl.md)."""
     normalize_advantages: bool | None = None
     """Divide advantages by the (population) standard deviation of the group's rewards, or of the step's tokens for
     `batch`, `group_batch` and `gae`, whose mean is subtracted as well; None: the algorithm's."""
@@ -173,7 +173,7 @@ class RLConfig:
     """Policy loss; empty: the algorithm's. `clip`: clip the importance ratio per token; `clip_sequence`: per
     completion (GSPO); `clip_weight`: weight the log-probability by the clipped ratio (CISPO); `reinforce`:
     the log-probability times the advantage, without a ratio. Or FILE.py:NAME, a function of your own
-    (docs/own-loop.md)."""
+    (docs/rl.md)."""
     loss_average: Literal["", "token", "sequence", "budget"] = ""
     """Average the loss over all tokens, or over each completion first; `budget`: divide the sum of each completion or
     conversation by max_new_tokens, whatever its length or number of turns. Empty: the algorithm's."""

@@ -21,6 +21,8 @@ from lockstep.rl.algorithms.toy_batch import check_advantages, check_loss
 SETTINGS = ("loss", "advantage")
 """Those that can name a function: `FILE.py:NAME`."""
 FORM = "FILE.py:NAME"
+RECORDED = ("file", "function", "sha256")
+"""What a run records of a function."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,6 @@ def _recorded(run: Path) -> dict[str, dict[str, str]]:
         return {}
     try:
         recorded = json.loads(file.read_text())
-        return {
-            setting: {key: each[key] for key in ("file", "function", "sha256")} for setting, each in recorded.items()
-        }
+        return {setting: {key: str(each[key]) for key in RECORDED} for setting, each in recorded.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start another run") from error

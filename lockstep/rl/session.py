@@ -86,6 +86,8 @@ class Session:
         self.trainer = Trainer(self.model, self.train, total_updates=0, world=world)
         self.engine = Engine(self.model, engine, tokenizer)
         self._rendering = Rendering(tokenizer, template, model.config.eos_token_ids)
+        ends = (*self.params.stop_token_ids, *self._rendering.end_ids)
+        self.params = replace(self.params, stop_token_ids=tuple(dict.fromkeys(ends)))
 
     def sample(self, prompts: Sequence[str | Example], n: int = 8, **changes: Any) -> list[list[Rollout]]:
         """`n` completions of each prompt: `result[i][j]` is completion j of prompt i, with its text, tokens and
@@ -94,7 +96,7 @@ class Session:
         A prompt is a text, which a chat template renders as a user message, or an `Example`. changes: fields of
         `SamplingParams` for this call, such as `stop` or `max_tokens`. Raises UserError for prompts that do not fit.
         """
-        params = replace(self.params, **{"stop_token_ids": self._rendering.end_ids, **changes}, n=n)
+        params = replace(self.params, n=n, **changes)
         if params.temperature != self.params.temperature:
             raise UserError(
                 f"temperature is {params.temperature}, but this session trains at {self.params.temperature}; give it "
