@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from lockstep.errors import closest
+
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
@@ -49,7 +51,8 @@ class OneOf:
     def problem(self, value: str) -> str:
         if value in self.choices or function_in_file(value):
             return ""
-        return f"{', '.join(filter(None, self.choices))}, or FILE.py:NAME, a function of your own"
+        hint = closest(value, self.choices)
+        return f"{', '.join(filter(None, self.choices))}, or FILE.py:NAME, a function of your own.{hint}"
 
 
 def function_in_file(value: str) -> tuple[str, str] | None:

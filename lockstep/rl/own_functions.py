@@ -55,23 +55,20 @@ def load_own_functions(config: RLConfig, world: World) -> OwnFunctions:
 
     Raises UserError, on all ranks, for files and functions that cannot be used, and if ranks have other files.
     """
-    algorithm, loss, advantage = algorithm_of(config), None, None
-    sources: list[FunctionSource] = []
-    for setting in SETTINGS:
-        if not (named := function_in_file(getattr(config, setting))):
-            continue
-        function, source = _imported(setting, *named)
-        sources.append(source)
-        if setting == "loss":
-            loss = OwnLoss(function)
-            check_loss(loss, algorithm, world.device)
-        else:
-            advantage = OwnAdvantages(function)
-            check_advantages(advantage, algorithm, config.samples_per_prompt, bool(config.teacher))
+    named = {setting: function_in_file(getattr(config, setting)) for setting in SETTINGS}
+    imported = {setting: _imported(setting, *function) for setting, function in named.items() if function}
+    sources = tuple(source for _, source in imported.values())
     for source, digests in zip(sources, zip(*world.gather([source.digest for source in sources]))):
         if len(set(digests)) > 1:
             raise UserError(f"{source.file}: differs between the ranks' hosts; copy one version to all of them")
-    return OwnFunctions(loss, advantage, tuple(sources))
+    algorithm, loss, advantage = algorithm_of(config), None, None
+    if "loss" in imported:
+        loss = OwnLoss(imported["loss"][0])
+        check_loss(loss, algorithm, world.device)
+    if "advantage" in imported:
+        advantage = OwnAdvantages(imported["advantage"][0])
+        check_advantages(advantage, algorithm, config.samples_per_prompt, bool(config.teacher))
+    return OwnFunctions(loss, advantage, sources)
 
 
 def _imported(setting: str, file: str, name: str) -> tuple[Any, FunctionSource]:
@@ -116,7 +113,7 @@ def with_kept_functions(config: RLConfig, run: Path) -> RLConfig:
 
     Raises UserError if a copy is missing, or is not what the run used.
     """
-    recorded, kept = _recorded(run), {}
+    recorded, kept = _recorded(run), dict[str, Any]()
     for setting in SETTINGS:
         if not function_in_file(getattr(config, setting)):
             continue

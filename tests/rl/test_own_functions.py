@@ -1,16 +1,20 @@
 """A loss and advantages from the user's files: the bits of ours, refused when wrong, and kept with the run."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+import lockstep.rl as rl
 from lockstep.checkpoint import load_model
-from lockstep.config import CheckpointConfig
+from lockstep.config import CheckpointConfig, TrainConfig
 from lockstep.errors import UserError
+from lockstep.python_file import import_file, source_of
 from lockstep.rl.reinforce import reinforce
 from lockstep.rl.replay import NOT_COMPARED, replay
+from tests.parallel.launch import launch
 from tests.rl.small_runs import EvenBytes, rollouts_of, small_config, steps_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples/gspo_loss.py"
@@ -165,7 +169,7 @@ UNUSABLE = {
     "my_loss.py:pair": r"pair cannot be called \(missing a required argument: 'b'\); write `def pair\(inputs\)`",
     "broken.py:loss": r"broken.py:1: does not import \(SyntaxError",
     "my_loss.py": "it must be clip, clip_sequence, clip_weight, reinforce, or FILE.py:NAME",
-    "clip_sequnce": "it must be clip, clip_sequence",
+    "clip_sequnce": r'it must be clip, clip_sequence.*of your own. Did you mean "clip_sequence"',
 }
 
 
@@ -193,6 +197,44 @@ def test_a_loss_that_fails_in_the_first_step_names_its_line_and_leaves_no_run_be
     with pytest.raises(UserError, match=r"my_loss.py:6: loss raises AssertionError: too many; correct it"):
         reinforce(small_config(tmp_path / "run", folders[0], **settings(own)), EvenBytes())
     assert not (tmp_path / "run").exists()
+
+
+def test_an_edit_of_the_same_length_within_the_same_second_counts(own):
+    """Python would take the file for the one that it has compiled."""
+    for factor in "23":
+        own.write_text(f"def loss(inputs):\n    return {factor} * inputs.log_probs, {{}}\n")
+        os.utime(own, (1e9, 1e9))
+        inputs = rl.PolicyLossInputs(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1))
+        module = import_file(own, "loss", "FILE.py:NAME")
+        assert module.loss(inputs)[0] == float(factor) and source_of(module) == own.read_bytes()
+    assert not list(own.parent.glob("__pycache__")), "nothing is left beside the user's file, or in a run's folder"
+
+
+def _on_ranks(model, output, file, changes):
+    """Metrics of the run, or the error."""
+    try:
+        run = reinforce(small_config(output, model, **settings(file, **changes)), EvenBytes())
+    except UserError as error:
+        return str(error)
+    return steps_of(run)
+
+
+def _with_a_file_each(model, output, file, changes):
+    copied = Path(f"{output}_{os.environ['RANK']}.py")
+    copied.write_text(Path(file).read_text() + f"# {copied}\n")
+    return _on_ranks(model, output, copied, changes)
+
+
+@pytest.mark.slow
+def test_ranks_share_one_file_and_have_the_bits_of_one_process(tmp_path, folders, own):
+    train = TrainConfig(learning_rate=1e-2, schedule="constant", tokens_per_microbatch=64, deterministic_layout=True)
+    model, changes = str(folders[0]), dict(train=train)
+    alone = _on_ranks(model, str(tmp_path / "alone"), str(own), changes)
+    names = ("loss", "grad_norm", "policy/surprise", "policy/least_min", "advantage/mean", "parity/tokens_different")
+    for metrics in launch(2, _on_ranks, model, str(tmp_path / "shared"), str(own), changes):
+        assert [[m[name] for name in names] for m in metrics] == [[m[name] for name in names] for m in alone]
+    for error in launch(2, _with_a_file_each, model, str(tmp_path / "each"), str(own), changes):
+        assert error.endswith("differs between the ranks' hosts; copy one version to all of them")
 
 
 def test_the_penalty_and_the_teacher_reach_ones_own_advantages(tmp_path, folders, own):
