@@ -29,15 +29,16 @@ class AdvantageInputs:
     A conversation counts as one completion. Groups can differ in size, if some rewards failed.
     """
 
-    rewards: Sequence[Float[Tensor, "samples"]]
-    """Of each group, float64: the totals that are trained on; with `kl_in = "reward"` less the KL penalty."""
+    rewards: Sequence[Tensor]
+    """Of each group `[completions]`, float64: the totals that are trained on, with `kl_in = "reward"` less the KL
+    penalty."""
     lengths: Sequence[Sequence[int]]
     """Sampled tokens of each completion of each group."""
-    log_probs: Sequence[Sequence[Float[Tensor, "tokens"]]]
-    """Of each completion's tokens, by the policy that sampled them; float32, as those below."""
-    reference_log_probs: Sequence[Sequence[Float[Tensor, "tokens"]]] | None = None
+    log_probs: Sequence[Sequence[Tensor]]
+    """Of each completion `[tokens]`, by the policy that sampled it; float32, as those below."""
+    reference_log_probs: Sequence[Sequence[Tensor]] | None = None
     """Of the reference model, if the run has a `kl_coefficient`."""
-    teacher_log_probs: Sequence[Sequence[Float[Tensor, "tokens"]]] | None = None
+    teacher_log_probs: Sequence[Sequence[Tensor]] | None = None
     """Of the teacher, if the run has one."""
 
 
