@@ -28,13 +28,19 @@ from tests.generate.engines import SHAPE, all_pages_are_free, drawn_load, finish
 from tests.generate.test_drafts import SPOILS, Oracle
 
 TARGETS = {
-    "all": (4, ("*_proj",)),
+    "all": (4, ("*_proj", "lm_head")),
     "attention": (1, ("q_proj", "v_proj")),
     "mlp": (8, ("mlp.*",)),
     "last": (3, ("layers.1.*",)),
+    "head": (5, ("lm_head",)),
 }
 """Rank and layers of each adapter."""
-SHAPES = {"plain": SHAPE, "fused": replace(SHAPE, family="phi3", qk_norm="none", fused=("qkv_proj", "gate_up_proj"))}
+SHAPES = {
+    "plain": SHAPE,
+    "fused": replace(SHAPE, family="phi3", qk_norm="none", fused=("qkv_proj", "gate_up_proj"), tie_embeddings=False),
+    "untied": replace(SHAPE, tie_embeddings=False),
+    "tied": replace(SHAPE, tie_embeddings=True),
+}
 
 
 def _moved(adapter, seed):
