@@ -172,7 +172,7 @@ class Decoder(nn.Module):
                 "adapters of some rows do not work with compiled layers, which cannot tell the rows apart; leave out "
                 "compile.backend"
             )
-        refuse_rows(adapters, hidden.shape[0])
+        refuse_rows((each.rows for each in adapters), hidden.shape[0])
         places = [0, 0]  # among the layers of its kind: a cache has no room for the other's
         for block in cast(Iterable[Block], self.layers):
             cos, sin = tables[block.rope]
@@ -233,6 +233,7 @@ class Decoder(nn.Module):
         rows: which rows of the forward pass these are, whose adapters they have; None: all of them.
         """
         terms = self.head_terms if rows is None else self.head_terms.of(rows)
+        refuse_rows((each.rows for each in terms.updates), hidden.shape[0])
         logits = layers.product(hidden, self.head_weight, terms.format)
         for update in terms.updates:
             logits = ops.add_low_rank(logits, hidden, *update)

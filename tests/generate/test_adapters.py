@@ -172,10 +172,10 @@ def test_every_familys_layers_can_have_adapters_of_some_rows(family):
 def test_the_log_probabilities_of_prompts_are_those_of_their_adapter(models, shape, monkeypatch):
     monkeypatch.setattr(draws, "LOGITS_ELEMENTS", 5 * SHAPE.vocab_size)
     base, adapters, built = models(shape, "bfloat16")
-    names = ["all", "", "head", "mlp", "all"]
-    prompts = [[(7 * place + number) % 60 for place in range(9 * number + 2)] for number in range(len(names))]
-    params = [SamplingParams(max_tokens=3, seed=1, adapter=name, prompt_logprobs=2, top_logprobs=2) for name in names]
-    engine = _engine(base, adapters, EngineConfig(max_sequences=5, cache_tokens=1024, max_tokens_per_step=20))
+    names = ["all", "", "head", "mlp"]
+    prompts = [[(7 * place + number) % 60 for place in range(4 * number + 3)] for number in range(len(names))]
+    params = [SamplingParams(max_tokens=2, seed=1, adapter=name, prompt_logprobs=2, top_logprobs=2) for name in names]
+    engine = _engine(base, adapters, EngineConfig(max_sequences=5, cache_tokens=1024, max_tokens_per_step=11))
     requests = {engine.add(prompt, each): place for place, (prompt, each) in enumerate(zip(prompts, params))}
     found = {}
     while engine.has_work:
@@ -361,6 +361,8 @@ def test_what_cannot_have_adapters_refuses_them_by_name(models, folders):
         _engine(compiled, {"all": adapter})
     with adapted([AdaptedRows(adapter, torch.tensor([0, 99]))]), pytest.raises(ValueError, match="has a row outside"):
         score(base, [[1, 2, 3]])
+    with adapted([AdaptedRows(adapter, torch.tensor([0, 9]))]), pytest.raises(ValueError, match="outside of the 2 that"):
+        base.logits(torch.zeros(2, SHAPE.dim))
     with adapted([AdaptedRows(adapter)]), pytest.raises(UserError, match=r"compile\.backend"):
         score(compiled, [[1, 2, 3]])
 
