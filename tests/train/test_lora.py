@@ -35,6 +35,8 @@ from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
+from lockstep.model.adapted_rows import AdaptedRows, adapted
+from lockstep.model.adapters import load_adapter
 from lockstep.observe import read_metrics
 from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_generators, refuse_impossible
@@ -150,6 +152,55 @@ def test_an_adapter_of_other_projections_than_llamas_travels_to_peft_and_back(tm
     # The update is rounded into the weight once; float32 has 24 bits.
     merged = score(load_model(tmp_path / "merged"), SEQUENCE)[0]
     torch.testing.assert_close(merged, score(ours, SEQUENCE)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_of_the_head_travels_to_peft_and_back(tmp_path, tied, caplog):
+    save_model(build_model(replace(SHAPE, tie_embeddings=tied), "float32", seed=2), base := tmp_path / "base")
+    settings = PeftConfig(r=3, lora_alpha=5, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    _move(theirs)
+    theirs.save_pretrained(tmp_path / "adapter")  # with a copy of the base's head
+    theirs.save_pretrained(tmp_path / "alone", save_embedding_layers=False)
+    ours = load_model(tmp_path / "adapter")
+    assert "lm_head" in ours.config.lora.modules and ours.config.tie_embeddings == tied
+    expected = score(ours, SEQUENCE)[0]
+    # float32 sums in another order.
+    torch.testing.assert_close(expected, _their_scores(theirs), rtol=0, atol=1e-5)
+    assert torch.equal(score(load_model(tmp_path / "alone"), SEQUENCE)[0], expected)
+    outside = load_adapter(tmp_path / "adapter", plain := load_model(base), base)
+    with adapted([AdaptedRows(outside)]):
+        assert torch.equal(score(plain, SEQUENCE)[0], expected)
+    save_adapter(ours, tmp_path / "again", base)
+    written, first = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "again", tmp_path / "alone"))
+    assert written.keys() == first.keys() and all(torch.equal(first[name], value) for name, value in written.items())
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "again")
+    assert torch.equal(_their_scores(again), _their_scores(theirs))
+    convert(tmp_path / "adapter", tmp_path / "merged", merge=True)
+    merged = load_model(tmp_path / "merged")
+    assert not merged.config.tie_embeddings and torch.equal(merged.embed_tokens.weight, plain.embed_tokens.weight)
+    assert not caplog.records, "the merged folder says that its head is not tied"
+    # The update is rounded into the weight once; float32 has 24 bits.
+    torch.testing.assert_close(score(merged, SEQUENCE)[0], expected, rtol=0, atol=1e-5)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(_their_scores(alone), _their_scores(theirs), rtol=0, atol=1e-5)
+    file, name = tmp_path / "adapter" / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    save_file(load_file(file) | {name: torch.zeros(120, 64)}, file, metadata={"format": "pt"})
+    message = f"{name} has other values than {'model.embed_tokens' if tied else 'lm_head'}.weight in"
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "adapter")
+    with pytest.raises(UserError, match=message):
+        load_adapter(tmp_path / "adapter", plain, base)
+
+
+def test_an_adapter_of_the_embedding_is_refused(tmp_path):
+    save_model(build_model(SHAPE, "float32", seed=2), tmp_path / "base")
+    # peft adapts the tied embedding and shares its matrices with the head.
+    settings = PeftConfig(r=3, target_modules=["lm_head"], ensure_weight_tying=True, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"tensor .*embed_tokens.lora_embedding_A is not the LoRA matrix of a layer"):
+        load_model(tmp_path / "adapter")
 
 
 @pytest.fixture
