@@ -130,8 +130,8 @@ class Runner:
             return self.model(batch.tokens, batch.positions, attention)
 
     def logits(
-        self, batch: StepBatch, hidden: Float[Tensor, "rows dim"], rows: Int[Tensor, "chosen"]
-    ) -> Float[Tensor, "chosen vocab"]:
+        self, batch: StepBatch, hidden: Float[Tensor, "tokens dim"], rows: Int[Tensor, "rows"]
+    ) -> Float[Tensor, "rows vocab"]:
         """Those of some of a step's rows; `batch` is on the model's device."""
         with adapted(batch.adapted):
             return self.model.logits(hidden[rows], rows)

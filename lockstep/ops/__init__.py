@@ -44,19 +44,19 @@ from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
-    "ARITHMETICS", "BLOCK", "CHUNK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "NO_STATE", "PAGE",
-    "Arena", "Attention", "DeltaCache", "DeltaSizes", "DeltaStep", "DeltaTerms", "ExpertLoad", "Format",
-    "HeadTerms", "KVCache", "LowRank", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention",
-    "PieceAttention", "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors",
-    "adamw_step", "add_bias", "add_grouped_bias", "add_low_rank", "arithmetic", "branch_norm", "cache_rounded",
-    "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing",
-    "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul",
-    "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
-    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "own_rows", "parts_of", "ranked_log_probs",
-    "recorded_routes", "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits",
-    "row_gate", "sample", "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares",
-    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "ARITHMETICS", "BLOCK", "CHUNK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "NO_STATE", "PAGE", "Arena",
+    "Attention", "DeltaCache", "DeltaSizes", "DeltaStep", "DeltaTerms", "ExpertLoad", "Format", "HeadTerms", "KVCache",
+    "LowRank", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention", "PieceAttention", "ReplayedRoutes",
+    "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors", "adamw_step", "add_bias",
+    "add_grouped_bias", "add_low_rank", "arithmetic", "branch_norm", "cache_rounded", "clamped_experts",
+    "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "every_row",
+    "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul", "grouped_linear", "head_linear",
+    "heads_norm", "instruction_set", "int4_linear", "int8_linear", "integer_squares", "inverse_temperature",
+    "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert",
+    "own_part", "own_rows", "parts_of", "ranked_log_probs", "recorded_routes", "relu_squared", "replayed_routes",
+    "rms_norm", "rotary", "route", "router_logits", "row_gate", "sample", "set_arithmetic", "sigmoid", "sigmoid_mul",
+    "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms",
+    "unrecorded",
 ]  # fmt: skip
 
 call_once()

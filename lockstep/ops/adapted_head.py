@@ -27,8 +27,8 @@ def adapted_head_gradients(
     """
     format, bounds = FORMATS[terms.format], piece_bounds(head.shape[0])
     grad_hidden, rounded_head = torch.empty_like(hidden), format.rounded_weight(head)
-    weights = [head, *(matrix for update in terms.updates for matrix in (update.a, update.b))]
-    sums: list[Tensor | None] = [None] * len(weights)
+    of_head: Tensor | None = None
+    of_matrices: list[Tensor | None] = [None, None] * len(terms.updates)
     for rows in (slices := row_slices(len(hidden), head.shape[0], head)):
         x, of_slice = hidden[rows], terms.of(rows)
         of_logits = scored_gradient(
@@ -36,11 +36,17 @@ def adapted_head_gradients(
         )
         grad_hidden[rows] = hidden_gradient(of_logits, rounded_head, bounds)
         if trained:
-            sums[0] = added_slice(sums[0], weight_gradient(of_logits, format.rounded_rows(x)), len(slices))
+            of_head = added_slice(of_head, weight_gradient(of_logits, format.rounded_rows(x)), len(slices))
         for number, update in enumerate(of_slice.updates):
-            of_x, *of_matrices = update.gradients(of_logits, x)
+            of_x, *of_a_and_b = update.gradients(of_logits, x)
             grad_hidden[rows][slice(None) if update.rows is None else update.rows] += of_x
-            for place, gradient in enumerate(of_matrices, 1 + 2 * number):
-                sums[place] = added_slice(sums[place], gradient, len(slices))
-    gradients = [torch.zeros_like(w) if s is None else s.to(w.dtype) for w, s in zip(weights, sums)]
-    return grad_hidden, gradients[0] if trained else None, *gradients[1:]
+            for place, gradient in enumerate(of_a_and_b, 2 * number):
+                of_matrices[place] = added_slice(of_matrices[place], gradient, len(slices))
+    matrices = [matrix for update in terms.updates for matrix in (update.a, update.b)]
+    rounded = [_rounded(gradient, matrix) for gradient, matrix in zip(of_matrices, matrices)]
+    return grad_hidden, _rounded(of_head, head) if trained else None, *rounded
+
+
+def _rounded(sums: Tensor | None, weight: Tensor) -> Tensor:
+    """The gradient in the weight's dtype; None: of no rows."""
+    return torch.zeros_like(weight) if sums is None else sums.to(weight.dtype)

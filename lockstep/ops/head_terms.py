@@ -22,7 +22,7 @@ class HeadTerms(NamedTuple):
     updates: tuple[LowRank, ...] = ()
     """Added to the product, before the cap. A row has at most one."""
 
-    def of(self, rows: Int[Tensor, "part"] | slice) -> HeadTerms:
+    def of(self, rows: Int[Tensor, "rows"] | slice) -> HeadTerms:
         """The terms of these rows alone."""
         return self._replace(updates=tuple(update.of(rows) for update in self.updates)) if self.updates else self
 

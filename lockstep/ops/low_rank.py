@@ -23,7 +23,7 @@ class LowRank(NamedTuple):
     rows: Int[Tensor, "adapted"] | None = None
     """int64; None: all of them."""
 
-    def of(self, rows: Int[Tensor, "part"] | slice) -> LowRank:
+    def of(self, rows: Int[Tensor, "rows"] | slice) -> LowRank:
         """What it adds to the product of these rows alone, which may repeat."""
         if self.rows is None:
             return self
@@ -39,8 +39,8 @@ class LowRank(NamedTuple):
         if self.rows is not None:
             grad, x = grad.index_select(0, self.rows), x.index_select(0, self.rows)
         scaled = grad * self.scaling
-        of_inner = input_gradient(scaled, self.b)
-        return input_gradient(of_inner, self.a), weight_gradient(of_inner, x), weight_gradient(scaled, linear(x, self.a))
+        of_inner, inner = input_gradient(scaled, self.b), linear(x, self.a)
+        return input_gradient(of_inner, self.a), weight_gradient(of_inner, x), weight_gradient(scaled, inner)
 
 
 def add_low_rank(
