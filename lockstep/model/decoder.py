@@ -244,8 +244,8 @@ class Decoder(nn.Module):
         """The output projection: the embedding's weight if tied, a reward model's score head, else `lm_head`."""
         if self.config.score_head:
             return self.score.weight
-        weight: Tensor = self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
-        return weight
+        own = self.lm_head.weight
+        return self.embed_tokens.weight if own is None else own
 
     @property
     def head_terms(self) -> ops.HeadTerms:

@@ -81,6 +81,8 @@ class Adaptable(nn.Module):
 class Head(Adaptable):
     """The output head. A tied one has no weight of its own, but may have an adapter: the embedding has none."""
 
+    weight: nn.Parameter | None
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__(config.vocab_size, config.dim)
         weight = None if config.tie_embeddings else nn.Parameter(torch.empty(*self.shape, dtype=dtype, device=device))
