@@ -475,6 +475,13 @@ def test_a_run_trains_the_heads_adapter_and_its_checkpoint_samples_with_it(tmp_p
     assert "Tokens different  : 0" in capsys.readouterr().out
 
 
+def test_a_reward_models_head_has_no_adapter(tmp_path, model_folder):
+    data = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Say 1.", "chosen": " 1", "rejected": " no"}] * 9)
+    lora = LoraConfig(rank=4, targets=("*_proj", "lm_head"))
+    with pytest.raises(UserError, match='lora.targets "lm_head" matches no linear layer'):
+        train_reward_model(RewardModelConfig(**vars(_sft(tmp_path, model_folder, data=data, lora=lora))))
+
+
 def _rl(tmp_path, model, **changes):
     defaults = dict(
         output=str(tmp_path / "rl"), model=str(model), steps=2, prompts_per_step=2, samples_per_prompt=4,
