@@ -103,7 +103,7 @@ def micro_batches(data: Sequence[Datum], loss: Loss, budget: int) -> Iterator[Mi
     size = 0
     for datum in data:
         active = active_targets(datum, loss)
-        shared = _shared(part, datum, active) if loss.shares else 0
+        shared = _shared(part, datum, loss.shares) if loss.shares else 0
         if part and size + len(datum.tokens) - shared > budget:
             yield _packed(part)
             part, size, shared = [], 0, 0
@@ -113,15 +113,21 @@ def micro_batches(data: Sequence[Datum], loss: Loss, budget: int) -> Iterator[Mi
         yield _packed(part)
 
 
-def _shared(part: Sequence[tuple[Datum, int, Tensor]], datum: Datum, active: Tensor) -> int:
-    """The number of leading tokens that a datum shares with the last complete one, if that is all that comes before the
-    first target with a loss in both: the prompt but its last token."""
-    lead = next(((each, its) for each, shared, its in reversed(part) if not shared), None)
-    if lead is None or not active.any() or not lead[1].any():
+def _shared(part: Sequence[tuple[Datum, int, Tensor]], datum: Datum, zero_in_prompt: Sequence[str]) -> int:
+    """The number of leading tokens that a datum shares with the last complete one, if both begin with the same prompt:
+    the prompt but its last token, whose row predicts what was sampled."""
+    lead = next((each for each, shared, _ in reversed(part) if not shared), None)
+    first = _first_sampled(datum, zero_in_prompt)
+    if lead is None or first is None or first != _first_sampled(lead, zero_in_prompt):
         return 0
-    first, of_lead = (int(its.nonzero()[0]) // each.per_token for each, its in ((datum, active), lead))
-    same = first == of_lead and datum.tokens[:first] == lead[0].tokens[:first]
-    return first if same else 0
+    return first if datum.tokens[: first + 1] == lead.tokens[: first + 1] else 0
+
+
+def _first_sampled(datum: Datum, zero_in_prompt: Sequence[str]) -> int | None:
+    """The first token with a target that any of these inputs is not zero for. Advantages alone would not do: those of a
+    group may all be zero."""
+    sampled = [place for name in zero_in_prompt for place in datum.inputs[name].flatten().nonzero()[:1].flatten()]
+    return int(min(sampled)) // datum.per_token if sampled else None
 
 
 def _packed(part: Sequence[tuple[Datum, int, Tensor]]) -> MicroBatch:
