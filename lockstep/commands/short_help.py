@@ -30,6 +30,8 @@ SHORT = {
     "serve": "model model-name host port api-key admin-key dtype device parallel.tensor engine.cache-tokens "
     "engine.max-sequences engine.max-tokens-per-step engine.cuda-graphs engine.draft "
     "compile.backend max-prompt-tokens max-n max-requests max-waiting request-seconds",
+    "train-server": "model output host port model-name api-key dtype device tokens-per-microbatch max-models "
+    "session-seconds max-state-bytes engine.cache-tokens engine.max-sequences",
     "eval": "model environment data split examples samples-per-prompt pass-at max-new-tokens temperature top-p chat "
     "reward-model seed output overwrite dtype device engine.cache-tokens rewards.workers rewards.on-failure",
 }
@@ -37,6 +39,7 @@ SHORT = {
 
 READS_MODELS = (
     "chat", "convert", "dpo", "eval", "generate", "parity", "pretrain", "replay", "reward-model", "rl", "serve", "sft",
+    "train-server",
 )  # fmt: skip
 """Commands that read models and therefore accept the options of `OF_MODELS`."""
 OF_MODELS = {

@@ -71,7 +71,7 @@ class GraphLoss:
         places = [node.target for node in self._nodes if node.op == "placeholder"]
         if places != [each.name for each in self.inputs]:
             raise UserError(f"the loss {self.name}: its graph reads {places!s:.200}, not the declared inputs in order")
-        if not self._nodes or [node.op for node in self._nodes].index("output") != len(self._nodes) - 1:
+        if [node.op for node in self._nodes if node.op == "output"] != ["output"] or self._nodes[-1].op != "output":
             raise UserError(f"the loss {self.name}: its graph must end with its one output")
         for node in self._nodes:
             allowed = {
@@ -92,7 +92,7 @@ class GraphLoss:
 
     @staticmethod
     def _reads_attribute(node: Any) -> bool:
-        return node.target == "builtins.getattr" and len(node.args) == 2 and node.args[1] in ATTRIBUTES
+        return node.target == "getattr" and len(node.args) == 2 and node.args[1] in ATTRIBUTES
 
     def __call__(self, log_probs: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """Raises UserError if it fails, or returns anything but a finite scalar and metrics."""
@@ -109,7 +109,7 @@ class GraphLoss:
                     if not isinstance(args[0], Tensor):
                         raise UserError(f"node {node.name}: {node.target} is called on what is no tensor")
                     values[node.name] = getattr(args[0], node.target)(*args[1:], **kwargs)
-                elif node.target == "builtins.getattr":
+                elif node.target == "getattr":
                     values[node.name] = getattr(args[0], args[1])
                 elif node.target.startswith(("operator.", "math.")) and all(map(_is_number, args)):
                     values[node.name] = _of_numbers(FUNCTIONS[node.target], args)
