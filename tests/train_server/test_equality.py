@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
+from lockstep import score
 from lockstep.checkpoint import model_folder as newest_folder
 from lockstep.config import CheckpointConfig, EngineConfig, LoraConfig, RLConfig, SFTConfig, TrainConfig
 from lockstep.data import ConversationEncoder
+from lockstep.model.adapted_rows import AdaptedRows, adapted
 from lockstep.parallel import World
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.reinforce import reinforce
@@ -22,10 +24,10 @@ from lockstep.train.rows import run_rows
 from lockstep.train.schedule import make_schedule
 from lockstep.train.setup import chat_template, chat_tokenizer
 from lockstep.train.sft import conversation_sources, finetune
-from tests.train.runs import write_lines
 from lockstep.train_server import trained_model
 from lockstep.train_server.batches import log_probs_of
-from tests.train_server.conftest import datum, lora_client, running
+from tests.train.runs import write_lines
+from tests.train_server.conftest import datum, log_probs, lora_client, running
 
 DTYPES = ["float32", "bfloat16"]
 TRAIN = TrainConfig(
@@ -190,3 +192,56 @@ def test_reinforcement_through_the_api_has_the_samples_weights_and_moments_of_a_
         computed.clear()
     assert 0 < without_advantage < len(lines) * config.steps
     assert_equal_states(server, training, run)
+
+
+def custom(logprobs, advantages):
+    ratio = torch.exp(logprobs - logprobs.detach())
+    return -(ratio * advantages).sum(), {"custom/mean:mean": logprobs.mean(), "custom/count:sum": advantages.sum()}
+
+
+TEXTS = [b"3+4=7", b"3+4=12", b"3+4=?", b"the quick brown fox jumps over the lazy dog", b"one two three", b"ab", b"3+4"]
+GIVEN = {"logprobs": -5.0, "advantages": 0.5}
+LOSSES = {
+    "cross_entropy": {"weights": 0.25}, "importance_sampling": GIVEN, "ppo": GIVEN, "cispo": GIVEN, "dro": GIVEN,
+    "gspo": GIVEN | {"sequence_ratio_mask": 1.0}, "custom": {"advantages": 0.3},
+}  # fmt: skip
+SAMPLED = types.SamplingParams(max_tokens=40, seed=1)
+
+
+def of_samples(text, **inputs):
+    """A datum whose inputs are zero for the first three tokens."""
+    size = len(text) - 1
+    return datum(text, **{name: [0.0] * min(2, size) + [value] * max(size - 2, 0) for name, value in inputs.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_computed_together_changes_no_answer(servers, dtype, monkeypatch):
+    server, client = servers(dtype)
+    training, other = lora_client(client, seed=5), lora_client(client, seed=6)
+    for each in (training, other):
+        each.forward_backward([datum(text, weights=1.0) for text in TEXTS], "cross_entropy")
+        each.optim_step(types.AdamParams(learning_rate=0.03)).result()
+    sampler = other.save_weights_and_get_sampling_client().result()
+    handle = client.create_custom_loss(custom, {"logprobs": 1, "advantages": 1}).result()
+    with adapted([AdaptedRows(server.service.model(training.model_id).trained.adapter)]):
+        alone = [scores.tolist() for scores in score(server.service.base, [[*text] for text in TEXTS])]
+
+    def answers(tokens_per_microbatch):
+        monkeypatch.setattr(server.service.config, "tokens_per_microbatch", tokens_per_microbatch)
+        of_others = [sampler.sample(types.ModelInput.from_ints([*text]), 1, SAMPLED) for text in TEXTS[:3]]
+        of_others += [other.forward_backward([datum(TEXTS[3], weights=1.0)] * 3, "cross_entropy")]
+        futures = []
+        for name, inputs in LOSSES.items():
+            data = [of_samples(text, **inputs) for text in TEXTS]
+            if name == "custom":
+                futures.append(training.forward_backward_custom(data, handle))
+            else:
+                futures.append(training.forward_backward(data, name))
+        outputs = [future.result() for future in futures]
+        assert [future.result() for future in of_others]
+        return [log_probs(output) for output in outputs], [output.metrics for output in outputs]
+
+    whole = answers(8192)
+    assert whole[0] == [alone] * len(LOSSES)
+    for budget in (1, 33):
+        assert answers(budget) == whole, budget
