@@ -15,6 +15,7 @@ from lockstep.checkpoint import model_folder as newest_folder
 from lockstep.config import CheckpointConfig, EngineConfig, LoraConfig, RLConfig, SFTConfig, TrainConfig
 from lockstep.data import ConversationEncoder
 from lockstep.model.adapted_rows import AdaptedRows, adapted
+from lockstep.observe import read_metrics
 from lockstep.parallel import World
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.reinforce import reinforce
@@ -57,8 +58,13 @@ def adam(config, step, updates):
     )  # fmt: skip
 
 
-def assert_equal_states(server, training, run):
-    """The adapter, its float32 masters and the moments are those of the run's last checkpoint."""
+def assert_equal_states(server, training, run, updates):
+    """The adapter, its float32 masters and the moments are those of the run's last checkpoint; gradients were clipped.
+
+    updates: what the API has answered for each step.
+    """
+    norms = [metrics["grad_norm"] for metrics in read_metrics(run / "metrics.jsonl") if "grad_norm" in metrics]
+    assert [update.metrics["grad_norm"] for update in updates] == norms and max(norms) > TRAIN.max_grad_norm
     path = training.save_state("last").result().path
     _, ours = server.service.states.find(path)
     theirs = newest_folder(run)
@@ -105,14 +111,14 @@ def test_fine_tuning_through_the_api_has_the_weights_and_moments_of_a_run(server
     config = sft_config(tmp_path, folder, dtype)
     run = finetune(config)
     training = lora_client(client, rank=4, seed=3, head=False)
-    loader = loader_of(config)
+    loader, updates = loader_of(config), []
     for step in range(config.steps):
         batch = loader.next()
         assert len(batch.microbatches) == 3
         for rows in batch.microbatches:
             training.forward_backward([*data_of_rows(rows, batch.targets)], "cross_entropy")
-        training.optim_step(adam(config.train, step, config.steps)).result()
-    assert_equal_states(server, training, run)
+        updates.append(training.optim_step(adam(config.train, step, config.steps)).result())
+    assert_equal_states(server, training, run, updates)
 
 
 class EvenSums(DigitSum):
@@ -171,7 +177,7 @@ def test_reinforcement_through_the_api_has_the_samples_weights_and_moments_of_a_
     config = rl_config(tmp_path, folder, dtype, train=replace(TRAIN, tokens_per_microbatch=budget))
     run = reinforce(config, EvenSums())
     training = lora_client(client, rank=4, seed=3, head=False)
-    without_advantage = 0
+    without_advantage, updates = 0, []
     for step in range(config.steps):
         lines = read_lines(run / f"rollouts/step_{step + 1:08}.jsonl")
         rollouts = [rollout_of(line) for line in lines]
@@ -187,11 +193,11 @@ def test_reinforcement_through_the_api_has_the_samples_weights_and_moments_of_a_
         assert (len(batches) > 1) == (budget < 8192)
         for batch in batches:
             training.forward_backward([*data_of_batch(batch)], loss)
-        training.optim_step(adam(config.train, step, config.steps)).result()
+        updates.append(training.optim_step(adam(config.train, step, config.steps)).result())
         assert [row.tokens.tolist() for row in computed] == [batch.row.tokens.tolist() for batch in batches]
         computed.clear()
     assert 0 < without_advantage < len(lines) * config.steps
-    assert_equal_states(server, training, run)
+    assert_equal_states(server, training, run, updates)
 
 
 def custom(logprobs, advantages):
