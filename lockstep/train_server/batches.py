@@ -99,44 +99,41 @@ class MicroBatch:
 
 def micro_batches(data: Sequence[Datum], loss: Loss, budget: int) -> Iterator[MicroBatch]:
     """Consecutive data of at most `budget` tokens together; a longer one is alone."""
-    part: list[tuple[Datum, int, Tensor]] = []
+    part: list[tuple[Datum, int]] = []
     size = 0
+    lead: tuple[int | None, list[int]] = None, []
     for datum in data:
-        active = active_targets(datum, loss)
-        shared = _shared(part, datum, loss.shares) if loss.shares else 0
+        prompt = _prompt(datum, loss)
+        shared = prompt[0] if part and prompt == lead and prompt[0] else 0
         if part and size + len(datum.tokens) - shared > budget:
-            yield _packed(part)
+            yield _packed(part, loss)
             part, size, shared = [], 0, 0
-        part.append((datum, shared, active))
+        lead = lead if shared else prompt
+        part.append((datum, shared))
         size += len(datum.tokens) - shared
     if part:
-        yield _packed(part)
+        yield _packed(part, loss)
 
 
-def _shared(part: Sequence[tuple[Datum, int, Tensor]], datum: Datum, zero_in_prompt: Sequence[str]) -> int:
-    """The number of leading tokens that a datum shares with the last complete one, if both begin with the same prompt:
-    the prompt but its last token, whose row predicts what was sampled."""
-    lead = next((each for each, shared, _ in reversed(part) if not shared), None)
-    first = _first_sampled(datum, zero_in_prompt)
-    if lead is None or first is None or first != _first_sampled(lead, zero_in_prompt):
-        return 0
-    return first if datum.tokens[: first + 1] == lead.tokens[: first + 1] else 0
+def _prompt(datum: Datum, loss: Loss) -> tuple[int | None, list[int]]:
+    """The number of tokens that data of the same prompt share, and the prompt: these, and the last token, whose row
+    predicts what was sampled. None, and nothing: the loss shares no prompts.
+
+    What was sampled begins where any of the inputs is not zero: the advantages of a group may all be.
+    """
+    sampled = [int(place) for name in loss.shares for place in datum.inputs[name].flatten().nonzero()[:1]]
+    first = min(sampled) // datum.per_token if sampled else None
+    return first, [] if first is None else datum.tokens[: first + 1]
 
 
-def _first_sampled(datum: Datum, zero_in_prompt: Sequence[str]) -> int | None:
-    """The first token with a target that any of these inputs is not zero for. Advantages alone would not do: those of a
-    group may all be zero."""
-    sampled = [place for name in zero_in_prompt for place in datum.inputs[name].flatten().nonzero()[:1].flatten()]
-    return int(min(sampled)) // datum.per_token if sampled else None
-
-
-def _packed(part: Sequence[tuple[Datum, int, Tensor]]) -> MicroBatch:
+def _packed(part: Sequence[tuple[Datum, int]], loss: Loss) -> MicroBatch:
+    """The data, each with the number of its leading tokens that it shares with the last complete one before it."""
     tokens: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
     predictors: list[Tensor] = []
     lead = 0
-    for datum, left_out, _ in part:
+    for datum, left_out in part:
         lead = lead if left_out else len(tokens)
         counts[lead : lead + left_out] = [count + 1 for count in counts[lead : lead + left_out]]
         own = torch.arange(left_out, len(datum.tokens)) - left_out + len(tokens)
@@ -146,17 +143,17 @@ def _packed(part: Sequence[tuple[Datum, int, Tensor]]) -> MicroBatch:
         positions += range(left_out, len(datum.tokens))
         counts += [1] * (len(datum.tokens) - left_out)
     padding = [0] * (-len(tokens) % ROW_MULTIPLE)
-    shared = [left_out for _, left_out, _ in part]
+    data, shared = [datum for datum, _ in part], [left_out for _, left_out in part]
     row = PackedRow(
         tokens=torch.tensor(tokens + padding),
         positions=torch.tensor(positions + padding),
-        lengths=[len(datum.tokens) for datum, _, _ in part],
+        lengths=[len(datum.tokens) for datum in data],
         predictors=torch.cat(predictors),
-        targets=torch.cat([datum.targets.flatten() for datum, _, _ in part]),
+        targets=torch.cat([datum.targets.flatten() for datum in data]),
         counts=torch.tensor(counts + padding),
         left_out=shared if any(shared) else None,
     )
-    return MicroBatch([datum for datum, _, _ in part], row, torch.cat([active for _, _, active in part]))
+    return MicroBatch(data, row, torch.cat([active_targets(datum, loss) for datum in data]))
 
 
 def log_probs_of(model: Decoder, batch: MicroBatch) -> Float[Tensor, "targets"]:
