@@ -99,38 +99,41 @@ class MicroBatch:
 
 def micro_batches(data: Sequence[Datum], loss: Loss, budget: int) -> Iterator[MicroBatch]:
     """Consecutive data of at most `budget` tokens together; a longer one is alone."""
-    part: list[tuple[Datum, int, Tensor]] = []
+    part: list[tuple[Datum, int]] = []
     size = 0
+    lead: tuple[int | None, list[int]] = None, []
     for datum in data:
-        active = active_targets(datum, loss)
-        shared = _shared(part, datum, active) if loss.shares else 0
+        prompt = _prompt(datum, loss)
+        shared = prompt[0] if part and prompt == lead and prompt[0] else 0
         if part and size + len(datum.tokens) - shared > budget:
-            yield _packed(part)
+            yield _packed(part, loss)
             part, size, shared = [], 0, 0
-        part.append((datum, shared, active))
+        lead = lead if shared else prompt
+        part.append((datum, shared))
         size += len(datum.tokens) - shared
     if part:
-        yield _packed(part)
+        yield _packed(part, loss)
 
 
-def _shared(part: Sequence[tuple[Datum, int, Tensor]], datum: Datum, active: Tensor) -> int:
-    """The number of leading tokens that a datum shares with the last complete one, if that is all that comes before the
-    first target with a loss in both: the prompt but its last token."""
-    lead = next(((each, its) for each, shared, its in reversed(part) if not shared), None)
-    if lead is None or not active.any() or not lead[1].any():
-        return 0
-    first, of_lead = (int(its.nonzero()[0]) // each.per_token for each, its in ((datum, active), lead))
-    same = first == of_lead and datum.tokens[:first] == lead[0].tokens[:first]
-    return first if same else 0
+def _prompt(datum: Datum, loss: Loss) -> tuple[int | None, list[int]]:
+    """The number of tokens that data of the same prompt share, and the prompt: these, and the last token, whose row
+    predicts what was sampled. None, and nothing: the loss shares no prompts.
+
+    What was sampled begins where any of the inputs is not zero: the advantages of a group may all be.
+    """
+    sampled = [int(place) for name in loss.shares for place in datum.inputs[name].flatten().nonzero()[:1]]
+    first = min(sampled) // datum.per_token if sampled else None
+    return first, [] if first is None else datum.tokens[: first + 1]
 
 
-def _packed(part: Sequence[tuple[Datum, int, Tensor]]) -> MicroBatch:
+def _packed(part: Sequence[tuple[Datum, int]], loss: Loss) -> MicroBatch:
+    """The data, each with the number of its leading tokens that it shares with the last complete one before it."""
     tokens: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
     predictors: list[Tensor] = []
     lead = 0
-    for datum, left_out, _ in part:
+    for datum, left_out in part:
         lead = lead if left_out else len(tokens)
         counts[lead : lead + left_out] = [count + 1 for count in counts[lead : lead + left_out]]
         own = torch.arange(left_out, len(datum.tokens)) - left_out + len(tokens)
@@ -140,17 +143,17 @@ def _packed(part: Sequence[tuple[Datum, int, Tensor]]) -> MicroBatch:
         positions += range(left_out, len(datum.tokens))
         counts += [1] * (len(datum.tokens) - left_out)
     padding = [0] * (-len(tokens) % ROW_MULTIPLE)
-    shared = [left_out for _, left_out, _ in part]
+    data, shared = [datum for datum, _ in part], [left_out for _, left_out in part]
     row = PackedRow(
         tokens=torch.tensor(tokens + padding),
         positions=torch.tensor(positions + padding),
-        lengths=[len(datum.tokens) for datum, _, _ in part],
+        lengths=[len(datum.tokens) for datum in data],
         predictors=torch.cat(predictors),
-        targets=torch.cat([datum.targets.flatten() for datum, _, _ in part]),
+        targets=torch.cat([datum.targets.flatten() for datum in data]),
         counts=torch.tensor(counts + padding),
         left_out=shared if any(shared) else None,
     )
-    return MicroBatch([datum for datum, _, _ in part], row, torch.cat([active for _, _, active in part]))
+    return MicroBatch(data, row, torch.cat([active_targets(datum, loss) for datum in data]))
 
 
 def log_probs_of(model: Decoder, batch: MicroBatch) -> Float[Tensor, "targets"]:

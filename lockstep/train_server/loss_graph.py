@@ -134,7 +134,7 @@ class GraphLoss:
     def _numbers(self, metrics: Any) -> dict[str, float]:
         if not isinstance(metrics, Mapping) or not all(METRIC.fullmatch(str(key)) for key in metrics):
             raise UserError(f"the loss {self.name}: metrics must be named custom/NAME:sum or custom/NAME:mean")
-        return {key: float(value) for key, value in metrics.items()}
+        return {key: float(value.detach() if isinstance(value, Tensor) else value) for key, value in metrics.items()}
 
 
 def _references(value: Any) -> set[str]:

@@ -81,19 +81,20 @@ class Loss:
     """The input whose zeros are targets without loss; empty: none."""
     spans: bool = False
     """Whether a target's loss depends on others of its datum."""
-    shares: bool = False
-    """Whether consecutive data with the same prompt compute it once, as samples of a group do in `lockstep rl`."""
+    shares: tuple[str, ...] = ()
+    """Inputs that are zero for a prompt: consecutive data with the same prompt compute it once, as samples of a group
+    do in `lockstep rl`. Empty: none is shared."""
 
 
 RATIO = ("logprobs", "advantages")
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
     "cross_entropy": Loss(cross_entropy, optional=("weights",), gate="weights"),
-    "importance_sampling": Loss(importance_sampling, RATIO, gate="advantages", shares=True),
-    "ppo": Loss(ppo, RATIO, options=CLIP, gate="advantages", shares=True),
-    "gspo": Loss(gspo, (*RATIO, "sequence_ratio_mask"), options=CLIP, gate="advantages", spans=True, shares=True),
+    "importance_sampling": Loss(importance_sampling, RATIO, gate="advantages", shares=RATIO),
+    "ppo": Loss(ppo, RATIO, options=CLIP, gate="advantages", shares=RATIO),
+    "gspo": Loss(gspo, (*RATIO, "sequence_ratio_mask"), options=CLIP, gate="advantages", spans=True, shares=RATIO),
     "cispo": Loss(
-        cispo, RATIO, options={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, gate="advantages", shares=True
+        cispo, RATIO, options={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, gate="advantages", shares=RATIO
     ),
     "dro": Loss(dro, RATIO, options={"beta": 0.05}),
 }

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -128,16 +129,16 @@ def _custom(session: Session, loss_id: str) -> tuple[Loss, LossOfData]:
 
     def of_data(data: Sequence[Datum], log_probs: Tensor) -> tuple[Tensor, list[Any]]:
         sizes = [datum.targets.numel() for datum in data]
-        total, metrics = log_probs.new_zeros(()), []
+        losses, metrics = [], []
         for number, (datum, own) in enumerate(zip(data, log_probs.split(sizes))):
             for each in graph.inputs:
                 rank = (datum.targets if each.name == "logprobs" else datum.inputs[each.name]).ndim
                 if rank != each.rank:
                     raise UserError(f"datum {number}: {each.name} has rank {rank}, but the loss declares {each.rank}")
             loss, own_metrics = graph(own.view(datum.targets.shape), [datum.inputs[name] for name in names])
-            total = total + loss
+            losses.append(loss)
             metrics.append(own_metrics)
-        return total, metrics
+        return torch.stack(losses), metrics
 
     return Loss(LOSSES["cross_entropy"].compute, required=(), optional=(), of_graph=tuple(names)), of_data
 

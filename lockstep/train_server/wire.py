@@ -6,6 +6,7 @@ The classes are made in a descriptor pool of their own: a process may have the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,14 +111,14 @@ def tensor_of(message: Any, name: str) -> Tensor:
     if sparse is not None:
         return _written_out(values, sparse, shape, name)
     shape = shape or (len(values),)
-    if int(np.prod(shape, dtype=object)) != len(values):
+    if math.prod(shape) != len(values):
         raise UserError(f"{name} has {len(values)} numbers, but its shape is {list(shape)}")
     return torch.from_numpy(values.copy()).view(shape)
 
 
 def _written_out(values: np.ndarray, sparse: Any, shape: tuple[int, ...], name: str) -> Tensor:
     rows, columns = (_numbers(each, NUMPY[INT64], name) for each in (sparse.crow_indices, sparse.col_indices))
-    if len(shape) != 2 or int(np.prod(shape, dtype=object)) > MOST_ELEMENTS:
+    if len(shape) != 2 or math.prod(shape) > MOST_ELEMENTS:
         raise UserError(
             f"{name} is sparse with the shape {list(shape)}; send a matrix of up to {MOST_ELEMENTS} entries"
         )
