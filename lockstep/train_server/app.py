@@ -312,8 +312,9 @@ async def retrieve_futures(request: Request) -> Response:
             promise.retrieved = True
     completions = service.promises.completions((body.target.sampling_session_id, body.target.cloned_sampler_id))
     seconds = HOLD_SECONDS if body.timeout is None else min(max(body.timeout, 0.0), HOLD_SECONDS)
-    found = await _held(request, completions.after(body.prev_cursor, seconds), HOLD_SECONDS + 1)
-    return json_response({"completions": found or [], "cursor": completions.last})
+    held = await _held(request, completions.after(body.prev_cursor, seconds), HOLD_SECONDS + 1)
+    found, cursor = held or ([], body.prev_cursor)
+    return json_response({"completions": found, "cursor": cursor})
 
 
 def _answer(result: Result) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,16 +76,15 @@ class Completions:
         self._events.append((self.last, event))
         self._more.set()
 
-    async def after(self, cursor: int, seconds: float) -> list[dict[str, Any]]:
-        """Those after a cursor, waiting for the first one; those up to it are forgotten."""
+    async def after(self, cursor: int, seconds: float) -> tuple[list[dict[str, Any]], int]:
+        """Those after a cursor, waiting for the first one, and the cursor behind them; those up to `cursor` are
+        forgotten. A sample that finishes while this answer is sent is in the next one."""
         self._events = [(number, event) for number, event in self._events if number > cursor]
         if not self._events and seconds > 0:
             self._more.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._more.wait(), seconds)
-            except TimeoutError:
-                return []
-        return [event for _, event in self._events]
+        return [event for _, event in self._events], self._events[-1][0] if self._events else cursor
 
 
 class Promises:

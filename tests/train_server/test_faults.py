@@ -273,3 +273,30 @@ def test_a_result_that_is_not_there_is_asked_for_again(server, client, monkeypat
     later = training.forward([datum(TEXT)], "cross_entropy")
     assert log_probs(later.result())
     assert result(server, waiting).status_code == 200
+
+
+def test_a_sample_that_ends_while_others_are_announced_is_announced_next(server, monkeypatch):
+    session = server.post("/create_session", tags=[]).json()["session_id"]
+    opened = server.post("/create_sampling_session", session_id=session, sampling_session_seq_id=1, base_model=NAME)
+    sampler = opened.json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(TEXT)}]}
+    drawn = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    first = server.post("/asample", **drawn, seq_id=1).json()["request_id"]
+    held = app._held
+    late = promises.Promise("late", session, result=promises.Result(b""))
+
+    async def another_ends_meanwhile(*arguments):
+        found = await held(*arguments)
+        server.service.promises.completions((sampler, 0)).add(late)
+        return found
+
+    def announced(cursor):
+        target = {"sampling_session_id": sampler}
+        answer = server.post("/retrieve_futures", target=target, prev_cursor=cursor, timeout=20).json()
+        return [each["request_id"] for each in answer["completions"]], answer["cursor"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "_held", another_ends_meanwhile)
+        names, cursor = announced(0)
+    assert names == [first]
+    assert announced(cursor)[0] == ["late"]
