@@ -133,7 +133,7 @@ def test_samples_of_a_prompt_compute_it_once_and_have_their_own_log_probabilitie
     def of(sampled, advantage):
         tokens = prompt + sampled
         own = torch.tensor([0.0] * 3 + [advantage] * len(sampled))
-        return batches.Datum(tokens[:-1], torch.tensor(tokens[1:]), {"advantages": own})
+        return batches.Datum(tokens[:-1], torch.tensor(tokens[1:]), {"advantages": own, "logprobs": -own})
 
     data = [of([1, 2], 1.0), of([3], -1.0), of([4, 5, 6], 0.5)]
     (batch,) = batches.micro_batches(data, LOSSES["ppo"], 100)
