@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import h11
 import pytest
 import torch
 
@@ -162,6 +163,33 @@ def test_a_body_with_too_many_of_a_character_is_refused_unparsed():
         with pytest.raises(ApiError, match=f"the character {re.escape(character)} more than {most} times") as refused:
             parse_body(b"{" + character.encode() * (most + 1), CompletionRequest)
         assert refused.value.response().status_code == 413
+
+
+def test_input_that_may_be_chunks_of_a_byte_is_read_in_small_parts_and_bodies_of_known_length_in_large(
+    server, monkeypatch
+):
+    parts, receive = [], h11.Connection.receive_data
+
+    def record(connection, data):
+        parts.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", record)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 50_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+    with server.connect() as connection:
+        for requests in ([whole], [chunked], [whole, chunked, whole]):
+            parts.clear()
+            connection.sendall(b"".join(requests))
+            received = b""
+            while received.count(b"HTTP/1.1 200") < len(requests):
+                received += connection.recv(65536)
+            known = requests.count(whole) * len(whole)
+            large = [part for part in parts if part > 2**10]
+            assert max(parts) <= 2**16 and 0.9 * known <= sum(large) <= known, (sum(large), known)
 
 
 def _chat(server, messages):
