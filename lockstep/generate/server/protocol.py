@@ -14,6 +14,7 @@ from lockstep.data.messages import SHOWN_REASONING, CallLayout
 from lockstep.errors import closest
 from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.reasoning import EFFORTS, Effort
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.tool_bodies import (
     CHOICE,
@@ -60,13 +61,12 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values with which an unknown field of a part is accepted."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Of OpenAI.
-    **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"), ()),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("tools", "functions"), ([],)),
     "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     # Of vLLM and SGLang.
     **dict.fromkeys(("allowed_token_ids", "chat_template"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
@@ -326,6 +326,7 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="an object of values that the chat template reads, such as enable_thinking"
     )
+    reasoning_effort: Effort | None = Field(None, description=EFFORTS)
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
         None, description=f"a list of up to {MOST_TOOLS} tools"
     )
