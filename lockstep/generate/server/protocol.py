@@ -174,7 +174,7 @@ class SamplingRequest(BaseModel):
         for part in ("response_format", "structured_outputs"):
             refuse_unknown_in(getattr(self, part), part)
         if self.stream_options is not None:
-            _refuse_unknown(self.stream_options, "stream_options", ())
+            refuse_unknown(self.stream_options, "stream_options", ())
             if not self.stream:
                 raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.return_routes and not self.return_token_ids:
@@ -344,9 +344,9 @@ class ChatRequest(SamplingRequest):
     def check_fields(self) -> None:
         super().check_fields()
         for position, message in enumerate(self.messages):
-            _refuse_unknown(message, f"messages.{position}")
+            refuse_unknown(message, f"messages.{position}")
             for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                _refuse_unknown(part, f"messages.{position}.content.{number}")
+                refuse_unknown(part, f"messages.{position}.content.{number}")
             if (message.reasoning_content or message.reasoning) and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}: only the assistant's messages have reasoning", "messages")
             for number, call in enumerate(message.tool_calls or ()):
@@ -423,12 +423,12 @@ def refuse_fields(
 def refuse_unknown_in(part: Any, where: str) -> None:
     """Raises ApiError for an unknown field of a part of the body, or of a part of that."""
     if isinstance(part, BaseModel):
-        _refuse_unknown(part, where)
+        refuse_unknown(part, where)
         for name in type(part).model_fields:
             refuse_unknown_in(getattr(part, name), f"{where}.{name.rstrip('_')}")
 
 
-def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
+def refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
     """Raises ApiError for an unknown field of a part of the body, unless its value has no effect."""
     for name, value in (part.model_extra or {}).items():
         if name not in ignored and not any(_same(value, v) for v in NOTHING):
