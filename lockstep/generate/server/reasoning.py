@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.data.chat import readable_values
-from lockstep.data.replies.form import THINK_END
+from lockstep.data.replies.form import BRACKETS, THINK_END
 from lockstep.generate.server.api_error import ApiError
 
 if TYPE_CHECKING:
@@ -69,4 +69,5 @@ def _switch(service: Service) -> str | None:
 def _reasons(service: Service) -> bool:
     """Whether the model reasons unless it is told not to."""
     source = service.template.source if service.template else ""
-    return service.reply_form.channels or (service.reply_form.thinks and THINK_END in source)
+    shown = any(end in source for end in (THINK_END, *BRACKETS))
+    return service.reply_form.channels or (service.reply_form.thinks and shown)
