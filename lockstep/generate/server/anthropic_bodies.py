@@ -15,6 +15,7 @@ from lockstep.generate.server.protocol import (
     Stop,
     Strictly,
     refuse_fields,
+    refuse_unknown,
     refuse_unknown_in,
 )
 from lockstep.generate.server.tool_bodies import MOST_TOOLS, Part
@@ -138,7 +139,7 @@ class CountTokensRequest(BaseModel):
         _check_blocks(self.system, "system", "system")
         for number, turn in enumerate(self.messages):
             where = f"messages.{number}"
-            refuse_unknown_in(turn, where)
+            refuse_unknown(turn, where)
             _check_blocks(turn.content, f"{where}.content", turn.role)
         if self.messages[-1].role == "assistant":
             message = (
@@ -190,13 +191,14 @@ def _check_block(block: TextBlock, where: str, types: Collection[str], role: str
         raise ApiError(400, f"{message}; there are: {', '.join(types)}", field)
     if block.type not in types:
         raise ApiError(400, f"{where} is a block of type {block.type}; here only {', '.join(types)} may be", field)
-    present = {name for name in type(block).model_fields if getattr(block, name) is not None} - {"type"}
+    declared = block.model_fields_set & type(block).model_fields.keys()
+    present = {name for name in declared if getattr(block, name) is not None} - {"type"}
     fields = BLOCKS[block.type]
     if missing := sorted(fields - OPTIONAL - present):
         raise ApiError(400, f"{where}.{missing[0]} is missing", field)
     if wrong := sorted(present - fields):
         raise ApiError(400, f"{where}.{wrong[0]} is not of a block of type {block.type}; remove it", field)
-    refuse_unknown_in(block, where)
+    refuse_unknown(block, where)
 
 
 def _check_tool(tool: CustomTool, where: str) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.data.chat import readable_values
-from lockstep.data.replies.form import THINK_END
 from lockstep.generate.server.access_log import record_of
 from lockstep.generate.server.answer import answer
 from lockstep.generate.server.anthropic_bodies import (
@@ -28,6 +26,7 @@ from lockstep.generate.server.api_error import ApiError, json_response
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.chats import chat_prompt, require_template
 from lockstep.generate.server.protocol import Message, TextPart
+from lockstep.generate.server.reasoning import effort_values, thinking_values
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.tool_bodies import CallBody, CalledFunction, check_names, check_tool
@@ -39,8 +38,7 @@ MOST_CALLS = 1024
 """In one turn of the assistant."""
 MANY_BLOCKS = 256
 """Messages and blocks; longer conversations are converted one at a time."""
-SWITCHES = ("enable_thinking", "thinking")
-"""Values of chat templates that turn reasoning on and off."""
+DEFAULT_EFFORT = "high"
 
 
 async def create_message(service: Service, request: Request, body: MessagesRequest) -> Response:
@@ -68,7 +66,7 @@ async def count_tokens(service: Service, request: Request, body: CountTokensRequ
 
 async def _prompt(service: Service, body: CountTokensRequest) -> tuple[list[int], ReplyPlan]:
     require_template(service)
-    work = partial(_checked, body)
+    work = partial(conversation, body)
     messages = work() if _count(body) < MANY_BLOCKS else await service.in_turn(work)
     plan = _plan(service, body)
     return await chat_prompt(service, messages, _template_values(service, body), plan), plan
@@ -79,11 +77,6 @@ def _count(body: CountTokensRequest) -> int:
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     results = [block.content for block in blocks if isinstance(block, Block)]
     return len(contents) + len(blocks) + sum(len(result) for result in results if isinstance(result, list))
-
-
-def _checked(body: CountTokensRequest) -> list[Message]:
-    body.check_fields()
-    return conversation(body)
 
 
 def conversation(body: CountTokensRequest) -> list[Message]:
@@ -175,21 +168,7 @@ def _plan(service: Service, body: CountTokensRequest) -> ReplyPlan:
 
 def _template_values(service: Service, body: CountTokensRequest) -> dict[str, Any]:
     """The values with which the chat template follows `thinking` and `effort`. Raises ApiError where it cannot."""
-    template = require_template(service)
-    readable = readable_values(template)
-    values: dict[str, Any] = {}
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        enabled = body.thinking.type == "enabled"
-        reasons = service.reply_form.channels or (service.reply_form.thinks and THINK_END in template.source)
-        if switch := next((name for name in SWITCHES if name in readable), None):
-            values[switch] = enabled
-        elif enabled != reasons:
-            message = f"thinking is {body.thinking.type}, but this model {'always' if reasons else 'never'} reasons"
-            raise ApiError(400, f"{message}: its chat template has no switch for it; remove thinking", "thinking")
+    asked = body.thinking.type if body.thinking is not None else "adaptive"
+    values = {} if asked == "adaptive" else thinking_values(service, asked == "enabled")
     effort = (body.output_config or OutputConfig()).effort
-    if effort and "reasoning_effort" in readable:
-        values["reasoning_effort"] = effort
-    elif effort and effort != "high":  # the API's default
-        message = "output_config.effort is not read by this model's chat template; remove it"
-        raise ApiError(400, message, "output_config", "unsupported_parameter")
-    return values
+    return values | effort_values(service, effort, "output_config.effort", DEFAULT_EFFORT)

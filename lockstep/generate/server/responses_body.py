@@ -10,6 +10,7 @@ from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.protocol import INSTEAD, LARGEST, NEUTRAL, Prompts, SamplingRequest, refuse_unknown_in
+from lockstep.generate.server.reasoning import EFFORTS, Effort
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.responses_items import InputItem, OtherItem
 from lockstep.generate.server.tool_bodies import (
@@ -99,7 +100,7 @@ class TextBody(Part):
 
 
 class ReasoningBody(Part):
-    effort: str | None = Field(None, max_length=64, description="a string")
+    effort: Effort | None = Field(None, description=EFFORTS)
     summary: str | None = None
     generate_summary: str | None = None
 
