@@ -325,16 +325,17 @@ UNENFORCED = {
     "no target": ({"$ref": "#/$defs/Missing"}, "#/$defs/Missing"),
     "class": ({"type": "string", "pattern": "[a[b]|c]"}, "escape the brackets"),
     "inner anchor": ({"type": "string", "pattern": "a(^b|c)"}, "lookarounds"),
-    "doubling": ({"$ref": "#/$defs/a24"}, "more than 512"),
+    "many ways": ({"$ref": "#/$defs/a24"}, "more than 512"),
+    "a list as a format": ({"type": "string", "format": ["date"]}, "format ['date']"),
 }
 
 
 @pytest.mark.parametrize("name", TAGGED)
 @pytest.mark.parametrize(("value", "said"), UNENFORCED.values(), ids=UNENFORCED)
 def test_what_would_not_be_enforced_of_an_argument_is_refused_by_name(families, name, value, said):
-    doubling = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n - 1}"}] * 2} for n in range(1, 25)}
+    ways = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n - 1}"}] * 100} for n in range(1, 25)}
     with pytest.raises(UserError, match=re.escape(said)):
-        argument(families, name, of(value, **{"$defs": {**doubling, "a0": False}}), "x")
+        argument(families, name, of(value, **{"$defs": {**ways, "a0": False}}), "x")
 
 
 WHOLES = {
@@ -346,6 +347,7 @@ WHOLES = {
     "patternProperties": {"patternProperties": {"^c": {"maxLength": 1}}},
     "anyOf": {"anyOf": [{"required": ["c"]}]},
     "required argument": {"required": ["d"]},
+    "every required argument": {"required": [["c"]]},
     "type": {"type": "array"},
     "required a list": {"required": True},
 }

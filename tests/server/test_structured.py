@@ -191,6 +191,7 @@ WITH_END = {
     "first": {"type": "array", "prefixItems": [{"type": "integer"}, SELF], "minItems": 1},
     "no items": {"type": "array", "items": [SELF], "minItems": 0},
     "string": {"additionalProperties": SELF, "minProperties": 1},
+    "no names": {"type": ["object", ["a"]], "required": [["a"]], "additionalProperties": SELF},
 }
 
 

@@ -100,12 +100,23 @@ def argument_types(root: Mapping[str, Any], key: str) -> set[str]:
     return types_of(properties.get(key), root) if isinstance(properties, Mapping) else set()
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a schema within `root` allows; empty if it does not say."""
+def types_of(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, known: dict[int, set[str]] | None = None
+) -> set[str]:
+    """The types that a schema within `root` allows; empty if it does not say. known: those of schemas that have been
+    seen, by their ids: references may lead to one in more ways than could be followed."""
+    known = {} if known is None else known
     if not isinstance(schema, Mapping) or depth > 16:
         return set()
+    if id(schema) not in known:
+        known[id(schema)] = set()
+        known[id(schema)] = _types_of(schema, root, depth + 1, known)
+    return known[id(schema)]
+
+
+def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: dict[int, set[str]]) -> set[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(referred(reference, root), root, depth + 1)
+        return types_of(referred(reference, root), root, depth, known)
     if isinstance(named := schema.get("type"), str | list):
         return {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -113,7 +124,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         return {kind_of(value) for value in values}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(key), list):
-            each = [types_of(part, root, depth + 1) for part in parts]
+            each = [types_of(part, root, depth, known) for part in parts]
             if key == "allOf":
                 each = [kinds for kinds in each if kinds][:1]
             return set().union(*each) if all(each) else set()

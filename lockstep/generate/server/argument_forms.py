@@ -217,7 +217,7 @@ def _patterns(parts: Parts) -> list[str]:
                 raise UserError("pattern must be a string")
             found.append(_searched(part["pattern"]))
         if "format" in part:
-            if part["format"] not in FORMATS:
+            if not isinstance(part["format"], str) or part["format"] not in FORMATS:
                 raise UserError(f"format {part['format']!r:.60} is not enforced in this model's format of calls")
             found.append(FORMATS[part["format"]])
     return found

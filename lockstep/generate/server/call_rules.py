@@ -151,7 +151,7 @@ def _properties(tool: Tool) -> tuple[Mapping[str, Any], list[str]]:
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise UserError(f"{tool.name}: properties must be an object, and required a list")
     written = {key: value for key, value in properties.items() if value is not False}
-    if not all(key in written for key in required):
+    if not all(isinstance(key, str) and key in written for key in required):
         raise UserError(f"{tool.name}: every required argument must be one of its properties")
     return written, required
 

@@ -57,8 +57,7 @@ def miscounted_keys(schema: Any) -> str:
     """The path of the first `minProperties` that a key written twice could satisfy; empty if there is none. A key that
     is not among the properties may be, so only one beside the required ones is certain."""
     for path, part in _subschemas(schema):
-        least, required = part.get("minProperties"), part.get("required")
-        certain = len(set(map(str, required))) if isinstance(required, list) else 0
+        least, certain = part.get("minProperties"), len(_names(part.get("required")))
         is_open = part.get("additionalProperties", True) is not False or part.get("patternProperties")
         if isinstance(least, int) and least > certain + 1 and is_open:
             return f"{path}minProperties"
@@ -160,7 +159,7 @@ def _ends(schema: Any, finite: set[str], outer: frozenset[str] = frozenset()) ->
     if isinstance(name := schema.get("$ref"), str) and name not in finite:
         return False
     named = schema.get("type", outer)
-    types = frozenset([named] if isinstance(named, str) else named if isinstance(named, list | frozenset) else ())
+    types = frozenset([named] if isinstance(named, str) else _names(named))
     for key, holds in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         parts = schema.get(key)
         if isinstance(parts, list) and parts and not holds(_ends(part, finite, types) for part in parts):
@@ -170,9 +169,13 @@ def _ends(schema: Any, finite: set[str], outer: frozenset[str] = frozenset()) ->
     return ("object" in types and _object_ends(schema, finite)) or ("array" in types and _array_ends(schema, finite))
 
 
+def _names(values: Any) -> set[str]:
+    return {one for one in values if isinstance(one, str)} if isinstance(values, list | frozenset) else set()
+
+
 def _object_ends(schema: Mapping[str, Any], finite: set[str]) -> bool:
     properties, by_pattern = (named if isinstance(named := schema.get(key), Mapping) else {} for key in KEYED)
-    required = set(named) if isinstance(named := schema.get("required"), list) else set()
+    required = _names(schema.get("required"))
     # Of keys that are no properties: any of these, as matching patterns from a request may take forever.
     others = [one for one in (schema.get("additionalProperties", True), *by_pattern.values()) if one is not False]
     more = not others or any(_ends(one, finite) for one in others)
