@@ -128,7 +128,7 @@ def _tagged(rules: Rules, format: ToolFormat, number: int, tool: Tool, enforced:
     for position, (key, schema) in enumerate(properties.items()):
         if not key.strip() or key != key.strip() or any(character in key for character in "<>\n"):
             problem = "contains <, > or a line break, or begins or ends with a space"
-            raise UserError(f"{tool.name}: the name of an argument {problem}: {key[:60]!r}")
+            raise UserError(f"the name of an argument {problem}: {key[:60]!r}")
         argument = _argument(rules, format, f"value_{number}_{position}", key, schema, tool)
         parts.append(f"({argument}){'' if key in required else '?'}")
     return " ".join(parts)
@@ -141,18 +141,17 @@ def _properties(tool: Tool) -> tuple[Mapping[str, Any], list[str]]:
     others = [key for part in schemas for key in part if key not in OF_ARGUMENTS and not is_annotation(key)]
     others += [key for part in schemas[:-1] for key in ("properties", "required") if key in part]
     if others:
-        problem = f"{others[0][:80]} of a whole set of arguments is not enforced in this model's format"
-        raise UserError(f"{tool.name}: {problem}")
+        raise UserError(f"{others[0][:80]} of a whole set of arguments is not enforced in this model's format")
     if "$ref" in schema:
-        raise UserError(f"{tool.name}: the schema refers to {schema['$ref']!r:.80}, which it does not have")
+        raise UserError(f"the schema refers to {schema['$ref']!r:.80}, which it does not have")
     if any("object" not in _listed(part.get("type", "object")) for part in schemas):
-        raise UserError(f"{tool.name}: the type of a whole set of arguments must be object")
+        raise UserError("the type of a whole set of arguments must be object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UserError(f"{tool.name}: properties must be an object, and required a list")
+        raise UserError("properties must be an object, and required a list")
     written = {key: value for key, value in properties.items() if value is not False}
     if not all(isinstance(key, str) and key in written for key in required):
-        raise UserError(f"{tool.name}: every required argument must be one of its properties")
+        raise UserError("every required argument must be one of its properties")
     return written, required
 
 
@@ -186,7 +185,7 @@ def _value(rules: Rules, rule: str, key: str, schema: Any, tool: Tool, end: str,
     try:
         forms = argument_forms(tool.schema, key, schema)
     except UserError as error:
-        raise UserError(f"{tool.name}: the argument {key[:60]!r}: {error}") from error
+        raise UserError(f"the argument {key[:60]!r}: {error}") from error
     ways = [quoted(text) for text in forms.literals]
     ways += [rules.add(f"{rule}_json_{number}", json_rule(each)) for number, each in enumerate(forms.schemas)]
     written = [f"({' | '.join(ways)}) {rules.mark(end)}"] if ways else []
