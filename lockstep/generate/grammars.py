@@ -21,8 +21,9 @@ LONGEST = 2**18
 """Characters of a grammar."""
 CANNOT_FOLLOW = "the grammar cannot be followed any more"
 
-SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}"}}
-"""White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else."""
+SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}", "json_allowed_escapes": 'nrbtf\\"'}}
+"""White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else. With
+the escape `\\u`, a model may write the name of a property a second time, with another value."""
 
 
 def json_grammar(schema: dict[str, Any] | None = None) -> str:

@@ -57,6 +57,17 @@ def _bytes_of(tokenizer, token):
     return tokenizer.decode([token]).encode()
 
 
+def test_a_property_cannot_be_written_again_under_an_escaped_name(engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text, fits in [
+        (r'{"a": 1, "\u0061": "x"}', False),
+        (r'{"a": 1, "\"\n\t": "\r\f\b\\"}', True),
+        ('{"a": 1, "é": "/"}', True),
+    ]:
+        matcher = engine.grammars.matcher(json_grammar(schema))
+        assert all(map(matcher.accept, engine.tokenizer.encode(text))) is fits, text
+
+
 @pytest.mark.parametrize("pattern", ["(ab|ba|aab)*c", "[ab]{2,5}", "sel(f|ves)?"])
 def test_the_mask_is_that_of_trying_every_token(engine, pattern):
     """A token is allowed if some text of the language begins with what it adds; here the languages are small."""

@@ -9,7 +9,7 @@ import time
 import jsonschema
 import pytest
 
-from lockstep.generate.server.schema_check import is_endless, unknown_keyword
+from lockstep.generate.server.schema_check import control_characters, is_endless, miscounted_keys, unknown_keyword
 
 SCHEMA = {
     "type": "object",
@@ -85,9 +85,19 @@ for _ in range(80):
         ({"type": "text"}, "Invalid type: text"),
         (DEEP, "recursion limit"),
         (ENDLESS, "every value would contain another one without end"),
+        ({"type": "array", "items": [{"type": "string", "minlength": 3}]}, "items.0.minlength"),
+        ({"type": "array", "additionalItems": {"minlength": 3}}, "additionalItems.minlength"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2}, "minProperties is not enforced"),
+        ({"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2}, "minProperties is"),
+        ({"type": "object", "properties": {"a": {"const": "x\x01"}}}, "properties.a.const has control characters"),
+        ({"type": "string", "pattern": r"^a\x01$"}, "pattern has control characters"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}, "the pattern is '(?=a)a'"),
+        ({"anyOf": [{"type": "string", "pattern": "^b"}, {"type": "string", "pattern": r"(a)\1"}]}, r"the pattern is '(a)\\1'"),
+        ({"type": "object", "patternProperties": {r"\ba": {}}}, r"the pattern is '\\ba'"),
+        ({"anyOf": []}, "Unsatisfiable"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_schema_that_is_not_enforced_or_not_satisfiable_is_refused_with_the_reason(server, schema, said):
     for body, param in (
         (of_schema(schema), "response_format"),
@@ -149,6 +159,69 @@ def test_a_schema_of_itself_that_can_end_is_not_endless():
     tree["properties"]["parts"]["minItems"] = 1
     assert is_endless({"$defs": {"Node": tree}, "$ref": "#/$defs/Node"})
     assert not is_endless(_doubling(60))
+
+
+SELF = {"$ref": "#"}
+WITHOUT_END = {
+    "additional": {"type": "object", "additionalProperties": SELF, "minProperties": 1},
+    "additional of allOf": {"type": "object", "allOf": [{"additionalProperties": SELF, "minProperties": 1}]},
+    "pattern": {
+        "type": "object",
+        "patternProperties": {"^a$": SELF},
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+    "required": {"type": "object", "required": ["a"], "additionalProperties": SELF},
+    "optional": {"type": "object", "properties": {"a": SELF}, "minProperties": 1, "additionalProperties": False},
+    "prefix": {"type": "array", "prefixItems": [{"type": "integer"}, SELF], "minItems": 2, "items": False},
+    "tuple": {"type": "array", "items": [SELF], "minItems": 1},
+    "additional items": {"type": "array", "items": [{}], "additionalItems": SELF, "minItems": 2},
+}
+WITH_END = {
+    "no key": {"type": "object", "additionalProperties": SELF},
+    "no long pattern": {"type": "object", "patternProperties": {"(a+)+$": SELF}, "required": ["a" * 60 + "!"]},
+    "another key": {
+        "type": "object",
+        "properties": {"a": SELF, "b": {}},
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+    "any key": {"type": "object", "properties": {"a": SELF}, "minProperties": 1},
+    "required": {"type": "object", "required": ["a"], "properties": {"a": {}}, "additionalProperties": SELF},
+    "first": {"type": "array", "prefixItems": [{"type": "integer"}, SELF], "minItems": 1},
+    "no items": {"type": "array", "items": [SELF], "minItems": 0},
+    "string": {"additionalProperties": SELF, "minProperties": 1},
+    "no names": {"type": ["object", ["a"]], "required": [["a"]], "additionalProperties": SELF},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_END)
+def test_values_that_must_contain_another_are_endless(name):
+    assert is_endless(WITHOUT_END[name])
+
+
+@pytest.mark.parametrize("name", WITH_END)
+def test_values_that_may_contain_another_are_not_endless(name):
+    assert not is_endless(WITH_END[name])
+
+
+def test_one_key_beside_the_required_ones_is_counted(server):
+    schema = {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9}, "minProperties": 1}
+    answer = server.chat("hi", max_tokens=60, seed=1, **of_schema({**schema, "maxProperties": 1})).json()
+    assert len(json.loads(answer["choices"][0]["message"]["content"])) == 1
+    assert miscounted_keys({**schema, "required": ["a"], "minProperties": 2}) == ""
+    closed = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2, "additionalProperties": False}
+    assert miscounted_keys(closed) == ""
+    assert miscounted_keys({"items": {**closed, "additionalProperties": True}}) == "items.minProperties"
+
+
+def test_control_characters_are_found_where_they_must_be_written():
+    for pattern in (r"^[\x00-\x1f]*$", r"^[^\x00]+$", r"\\x01", r"[a\]\x01]", r"\n\t\x20"):
+        assert control_characters({"pattern": pattern}) == "", pattern
+    for pattern in (r"\x1b\[0m", "\x07", r"\u0007", r"\cA", r"a\0"):
+        assert control_characters({"items": {"pattern": pattern}}) == "items.pattern", pattern
+    assert control_characters({"enum": ["a", {"b": ["\x7f"]}]}) == "enum"
+    assert control_characters({"const": "\b\f\n\r\t"}) == ""
 
 
 def _doubling(levels):
