@@ -99,13 +99,18 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
         values = ", ".join(f"{name} {value}" for name, value in service.sampling_defaults.items())
         logger.info("requests without them have the model's defaults: %s (--generation-config vllm: none)", values)
     server = Server(create_app(service), config, service.limits)
+    settle_garbage()
+    with access_lines():
+        server.run()
+    return 0 if server.started else 1
+
+
+def settle_garbage() -> None:
+    """Lets a server's collections of garbage be few and short."""
     # What is loaded by now is never garbage; traversing it would block every client for a tenth of a second.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
-    with access_lines():
-        server.run()
-    return 0 if server.started else 1
 
 
 @contextmanager
