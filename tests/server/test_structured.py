@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Content that must follow a schema, a regular expression, a choice or a grammar; and schemas that are hostile."""
 
+import itertools
 import json
 import re
 import threading
@@ -9,6 +10,7 @@ import time
 import jsonschema
 import pytest
 
+from lockstep.generate import grammars
 from lockstep.generate.server.schema_check import is_endless, unknown_keyword
 
 SCHEMA = {
@@ -118,6 +120,31 @@ def test_a_schema_that_is_not_enforced_or_not_satisfiable_is_refused_with_the_re
 )  # fmt: skip
 def test_what_is_wrong_about_it_is_said_by_name(server, body, said):
     assert said in refused(server, **body)["message"]
+
+
+def test_as_many_choices_as_are_allowed_can_be_followed(server):
+    choices = [f"{number:04} is it" for number in range(4096)]
+    answer = server.chat("hi", seed=1, max_tokens=40, structured_outputs={"choice": choices}).json()["choices"][0]
+    assert answer["message"]["content"] in choices
+
+
+AMBIGUOUS = {"structured_outputs": {"grammar": 'start: a\na: a a | "x" | /[^y]/ | '}}
+
+
+def test_a_grammar_whose_steps_take_too_long_is_ended_and_others_are_not(server, monkeypatch):
+    free = {"max_tokens": 60, "seed": 3, "structured_outputs": {"regex": "[a-z]*"}}
+    # By a clock that stands still, no step takes any time.
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: 0.0)
+    assert server.chat("hi", max_tokens=5, seed=1, **AMBIGUOUS).status_code == 200
+    seconds = itertools.count()
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: float(next(seconds)))
+    assert server.chat("hi", **free).json()["error"]["code"] == "grammar_failed"
+    monkeypatch.undo()
+    answer = server.chat("hi", max_tokens=300, seed=1, temperature=2, **AMBIGUOUS)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "grammar_failed" and "take too long" in error["message"]
+    assert server.chat("hi", **free).status_code == 200
+    server.wait_until(server.all_pages_free)
 
 
 def test_annotations_are_no_restrictions_and_are_accepted(server):

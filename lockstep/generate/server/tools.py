@@ -147,7 +147,7 @@ def _compiled(service: Service, plan: ReplyPlan, after: str, calls: CallRule | N
 
 def _compile(service: Service, plan: ReplyPlan, after: str, calls: CallRule | None) -> str:
     grammar = reply_grammar(plan.form, after, plan.content, calls)
-    service.engine.grammars.compile(grammar)
+    service.engine.grammars.compile(grammar, plan.content.free_grammar() if plan.content is not None else "")
     return grammar
 
 
