@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from lockstep.generate import grammars
+from lockstep.generate.server import schema_check
 from lockstep.generate.server.schema_check import is_endless, unknown_keyword
 
 SCHEMA = {
@@ -160,6 +161,13 @@ def test_annotations_are_no_restrictions_and_are_accepted(server):
     jsonschema.validate(json.loads(content), SCHEMA)
     named = {"type": "object", "properties": {"minlength": {"type": "string"}, "$defs": {"type": "string"}}}
     assert unknown_keyword(named) == "", "a property may have any name"
+
+
+def test_a_schema_of_very_many_references_is_not_looked_into(monkeypatch):
+    looked = []
+    monkeypatch.setattr(schema_check, "referred", lambda name, schema: looked.append(name))
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(8000)}
+    assert not is_endless({"$ref": "#/$defs/d0", "$defs": chain}) and not looked
 
 
 def test_a_schema_of_itself_that_can_end_is_not_endless():

@@ -16,6 +16,7 @@ from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import closest
 from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode, truncated
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.history import one_call_each, ordered
 from lockstep.generate.server.protocol import ChatRequest, Message
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.tools import ReplyPlan
@@ -69,6 +70,9 @@ async def chat_prompt(
     """The tokens of a chat as the model's template renders it. values: of the template. field: the request's with the
     messages, for errors. Raises ApiError."""
     template = require_template(service)
+    messages = ordered(messages, field)
+    if service.call_layout is not None and not service.call_layout.parallel:
+        messages = one_call_each(messages)
     try:
         plain = [message.plain(service.between, service.call_layout) for message in messages]
     except ChatTemplateError as error:
@@ -89,8 +93,20 @@ async def chat_prompt(
         text = await (asyncio.to_thread if small else service.in_turn)(render)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), field, "chat_template") from error
+    _check_encodable(text, field)
     (prompt,) = await encode(service, [text], field)
     return prompt
+
+
+def _check_encodable(text: str, field: str) -> None:
+    """Raises ApiError for halves of surrogate pairs, which JSON within a body's texts, such as a call's arguments, may
+    have: the body itself cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        message = f"{field}: the arguments of a call contain {half}, half of a surrogate pair, which is no character"
+        raise ApiError(400, message, field) from error
 
 
 def _size_of(template: ChatTemplate, values: dict[str, Any]) -> int:

@@ -56,13 +56,16 @@ def unknown_keyword(schema: Any) -> str:
     return ""
 
 
-MOST_ROUNDS = 64
+MOST_ROUNDS, MOST_REFERENCES = 64, 1024
+"""Schemas with more are not looked into further."""
 
 
 def is_endless(schema: Mapping[str, Any]) -> bool:
     """Whether every value that fits the schema would contain another one without end, as of an object that requires
     one of its own kind."""
     references = _references(schema)
+    if len(references) > MOST_REFERENCES:
+        return False
     finite: set[str] = set()
     for _ in range(MOST_ROUNDS):
         new = {name for name in references - finite if _ends(referred(name, schema), finite)}
