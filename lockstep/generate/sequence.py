@@ -81,8 +81,8 @@ class Sequence:
     @property
     def grammar_seconds(self) -> float:
         """Processor time of its grammar so far, in this process; 0 once it has ended."""
-        running = self.adjustment is not None and self.finish_reason is None
-        return self.adjustment.matcher.seconds if running and self.adjustment.matcher else 0.0
+        matcher = self.adjustment.matcher if self.adjustment and self.finish_reason is None else None
+        return matcher.seconds if matcher else 0.0
 
     @property
     def shareable(self) -> int:

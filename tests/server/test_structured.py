@@ -148,6 +148,16 @@ def test_a_grammar_whose_steps_take_too_long_is_ended_and_others_are_not(server,
     server.wait_until(server.all_pages_free)
 
 
+def test_the_automaton_of_a_regular_expression_or_grammar_is_limited(server):
+    doubled = "start: A13\nA0: /x?/\n" + "\n".join(f"A{n + 1}: A{n} A{n}" for n in range(13))
+    error = refused(server, structured_outputs={"grammar": doubled})
+    assert error["code"] == "unsupported_schema" and "too big" in error["message"]
+    for outputs in ({"regex": "x*" * 2049}, {"grammar": "start: /" + "x" * 2**14 + "/"}):
+        assert "characters" in refused(server, structured_outputs=outputs)["message"]
+    answer = server.chat("hi", max_tokens=3, structured_outputs={"regex": "ab" * 2048})
+    assert answer.status_code == 200, answer.text[:300]
+
+
 def test_annotations_are_no_restrictions_and_are_accepted(server):
     annotated = {**SCHEMA, "$schema": "http://json-schema.org/draft-07/schema#", "title": "A", "x-order": 1}
     annotated["properties"] = {

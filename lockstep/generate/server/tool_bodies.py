@@ -63,7 +63,9 @@ class CallBody(Part):
     """A call in the history."""
 
     id: str | None = None
-    type: Literal["function"] = Field("function", description="function: other kinds of calls are not supported here")
+    type: Literal["function"] = Field(
+        default="function", description="function: other kinds of calls are not supported here"
+    )
     function: CalledFunction = Field(description="an object with name and arguments")
 
     def plain(self) -> dict[str, Any]:
