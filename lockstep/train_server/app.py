@@ -28,6 +28,7 @@ from lockstep.train_server.service import Service
 from lockstep.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
+Found = TypeVar("Found")
 API = "/api/v1"
 HOLD_SECONDS = 25.0
 """How long a request for a result that is not there yet is held open: the client gives up after 45."""
@@ -321,10 +322,10 @@ def _answer(result: Result) -> Response:
     return Response(result.body, media_type=result.content_type)
 
 
-async def _held(request: Request, work: Awaitable[object], seconds: float) -> object:
+async def _held(request: Request, work: Awaitable[Found], seconds: float) -> Found | None:
     """What `work` returns, or None after so many seconds; ends at once if the client is gone."""
 
-    async def wait() -> object:
+    async def wait() -> Found | None:
         with suppress(TimeoutError):
             return await asyncio.wait_for(work, seconds)
         return None

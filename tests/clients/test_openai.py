@@ -28,7 +28,7 @@ def test_forced_calls_and_content_of_random_weights_have_their_types(sampling, r
     assert isinstance(found["report"]["sure"], bool)
     refused = found["refused"]
     assert "other kinds of tools are not supported" in refused["custom tools"]
-    assert "content must be a string, or a list of parts of type text" in refused["pictures"]
+    assert "type must be text: other parts are not supported here" in refused["pictures"]
     named = {
         "sound": "audio",
         "web search": "web_search_options",

@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Content that must follow a schema, a regular expression, a choice or a grammar; and schemas that are hostile."""
 
+import itertools
 import json
 import re
 import threading
@@ -9,6 +10,8 @@ import time
 import jsonschema
 import pytest
 
+from lockstep.generate import grammars
+from lockstep.generate.server import schema_check
 from lockstep.generate.server.schema_check import control_characters, is_endless, miscounted_keys, unknown_keyword
 
 SCHEMA = {
@@ -130,6 +133,41 @@ def test_what_is_wrong_about_it_is_said_by_name(server, body, said):
     assert said in refused(server, **body)["message"]
 
 
+def test_as_many_choices_as_are_allowed_can_be_followed(server):
+    choices = [f"{number:04} is it" for number in range(4096)]
+    answer = server.chat("hi", seed=1, max_tokens=40, structured_outputs={"choice": choices}).json()["choices"][0]
+    assert answer["message"]["content"] in choices
+
+
+AMBIGUOUS = {"structured_outputs": {"grammar": 'start: a\na: a a | "x" | /[^y]/ | '}}
+
+
+def test_a_grammar_whose_steps_take_too_long_is_ended_and_others_are_not(server, monkeypatch):
+    free = {"max_tokens": 60, "seed": 3, "structured_outputs": {"regex": "[a-z]*"}}
+    # By a clock that stands still, no step takes any time.
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: 0.0)
+    assert server.chat("hi", max_tokens=5, seed=1, **AMBIGUOUS).status_code == 200
+    seconds = itertools.count()
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: float(next(seconds)))
+    assert server.chat("hi", **free).json()["error"]["code"] == "grammar_failed"
+    monkeypatch.undo()
+    answer = server.chat("hi", max_tokens=300, seed=1, temperature=2, **AMBIGUOUS)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "grammar_failed" and "take too long" in error["message"]
+    assert server.chat("hi", **free).status_code == 200
+    server.wait_until(server.all_pages_free)
+
+
+def test_the_automaton_of_a_regular_expression_or_grammar_is_limited(server):
+    doubled = "start: A13\nA0: /x?/\n" + "\n".join(f"A{n + 1}: A{n} A{n}" for n in range(13))
+    error = refused(server, structured_outputs={"grammar": doubled})
+    assert error["code"] == "unsupported_schema" and "too big" in error["message"]
+    for outputs in ({"regex": "x*" * 2049}, {"grammar": "start: /" + "x" * 2**14 + "/"}):
+        assert "characters" in refused(server, structured_outputs=outputs)["message"]
+    answer = server.chat("hi", max_tokens=3, structured_outputs={"regex": "ab" * 2048})
+    assert answer.status_code == 200, answer.text[:300]
+
+
 def test_annotations_are_no_restrictions_and_are_accepted(server):
     annotated = {**SCHEMA, "$schema": "http://json-schema.org/draft-07/schema#", "title": "A", "x-order": 1}
     annotated["properties"] = {
@@ -143,6 +181,13 @@ def test_annotations_are_no_restrictions_and_are_accepted(server):
     jsonschema.validate(json.loads(content), SCHEMA)
     named = {"type": "object", "properties": {"minlength": {"type": "string"}, "$defs": {"type": "string"}}}
     assert unknown_keyword(named) == "", "a property may have any name"
+
+
+def test_a_schema_of_very_many_references_is_not_looked_into(monkeypatch):
+    looked = []
+    monkeypatch.setattr(schema_check, "referred", lambda name, schema: looked.append(name))
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(8000)}
+    assert not is_endless({"$ref": "#/$defs/d0", "$defs": chain}) and not looked
 
 
 def test_a_schema_of_itself_that_can_end_is_not_endless():

@@ -25,6 +25,7 @@ from lockstep.generate.server.anthropic_reply import MessageReply
 from lockstep.generate.server.api_error import ApiError, json_response
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.chats import chat_prompt, require_template
+from lockstep.generate.server.history import require_results
 from lockstep.generate.server.protocol import Message, TextPart
 from lockstep.generate.server.reasoning import effort_values, thinking_values
 from lockstep.generate.server.reply_grammar import ContentRule
@@ -66,7 +67,7 @@ async def count_tokens(service: Service, request: Request, body: CountTokensRequ
 
 async def _prompt(service: Service, body: CountTokensRequest) -> tuple[list[int], ReplyPlan]:
     require_template(service)
-    work = partial(conversation, body)
+    work = partial(_checked, body)
     messages = work() if _count(body) < MANY_BLOCKS else await service.in_turn(work)
     plan = _plan(service, body)
     return await chat_prompt(service, messages, _template_values(service, body), plan), plan
@@ -77,6 +78,12 @@ def _count(body: CountTokensRequest) -> int:
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     results = [block.content for block in blocks if isinstance(block, Block)]
     return len(contents) + len(blocks) + sum(len(result) for result in results if isinstance(result, list))
+
+
+def _checked(body: CountTokensRequest) -> list[Message]:
+    messages = conversation(body)
+    require_results(messages, "messages")
+    return messages
 
 
 def conversation(body: CountTokensRequest) -> list[Message]:
@@ -136,15 +143,12 @@ def _of_user(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Iterator
         if not is_result:
             yield _message("user", _text(block for _, block in group))
             continue
-        for where, block in group:
-            if block.tool_use_id not in names:
-                message = f"{where}.tool_use_id is {block.tool_use_id!r:.80}, but no tool_use before it has this id"
-                raise ApiError(400, message, "messages")
+        for _, block in group:
             results = _blocks(block.content or "")
             if block.is_error:
                 # Templates have no other way to say so.
                 results = [TextBlock(type="text", text=f"Error: {results[0].text}"), *results[1:]]
-            name = names[block.tool_use_id]
+            name = names.get(block.tool_use_id or "")
             yield _message("tool", _text(results), tool_call_id=block.tool_use_id, name=name)
 
 

@@ -92,15 +92,15 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
 
 def _described(path: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[int, str] | None:
     """The description of the innermost field on a path that has one, and the length of the path to it."""
-    innermost = None
+    innermost, inner = None, None
     for length, part in enumerate(path, 1):
         if isinstance(part, int):
+            innermost = None if inner else innermost  # wrong is something about this item
             continue
         # A field whose name pydantic has taken ends with an underscore here.
         if (field := kind.model_fields.get(part) or kind.model_fields.get(f"{part}_")) is None:
             break  # what follows names a type of a union
-        if field.description:
-            innermost = length, field.description
+        innermost = (length, field.description) if field.description else None
         if (inner := _model_in(field.annotation)) is None:
             break
         kind = inner

@@ -16,6 +16,7 @@ from lockstep.data.messages import SHOWN_REASONING
 from lockstep.errors import closest
 from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode, truncated
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.history import one_call_each, ordered
 from lockstep.generate.server.protocol import ChatRequest, Message
 from lockstep.generate.server.reasoning import effort_values
 from lockstep.generate.server.service import Service
@@ -83,6 +84,7 @@ async def chat_prompt(
         text = await (asyncio.to_thread if small else service.in_turn)(render)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), field, "chat_template") from error
+    _check_encodable(text, field)
     (prompt,) = await encode(service, [text], field)
     return prompt
 
@@ -103,6 +105,9 @@ def _plain(
 ) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
     """Messages and values as the template expects them, and most of the characters that it may write. Raises
     ApiError."""
+    messages = ordered(messages, field)
+    if service.call_layout is not None and not service.call_layout.parallel:
+        messages = one_call_each(messages)
     try:
         plain = [message.plain(service.between, service.call_layout) for message in messages]
     except ChatTemplateError as error:
@@ -118,6 +123,17 @@ def _plain(
     check_text(service, characters, field)
     # A template may write the values in every message.
     return plain, values, characters + of_values * len(plain)
+
+
+def _check_encodable(text: str, field: str) -> None:
+    """Raises ApiError for halves of surrogate pairs, which JSON within a body's texts, such as a call's arguments, may
+    have: the body itself cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        message = f"{field}: the arguments of a call contain {half}, half of a surrogate pair, which is no character"
+        raise ApiError(400, message, field) from error
 
 
 def _size_of(template: ChatTemplate, values: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from lockstep.data.chat import ChatTemplateError
 from lockstep.data.messages import SHOWN_REASONING, CallLayout
@@ -46,6 +46,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 IGNORED = {
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
@@ -61,7 +62,8 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values with which an unknown field of a part is accepted."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Of OpenAI.
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    "verbosity": ("medium",),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("tools", "functions"), ([],)),
     "echo": (False,),
@@ -278,10 +280,18 @@ class TextPart(BaseModel):
     """A part of a message."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["text"]
+    type: Literal["text"] = Field(description="text: other parts are not supported here")
     text: str
 
 
+def text_or_parts(value: Any) -> str:
+    """The form of a content, so that what is wrong about a part of it is said of the part."""
+    return "(text)" if isinstance(value, str) else "(parts)"
+
+
+TextOr = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[Strictly[Item], Tag("(parts)")], Discriminator(text_or_parts)
+]
 CONTENT = "a string, or a list of parts of type text"
 
 
@@ -290,7 +300,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Strictly[TextPart] | None = Field(default=None, description=CONTENT)
+    content: TextOr[TextPart] | None = Field(default=None, description=CONTENT)
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(default=None, description="what an earlier answer had as its reasoning")
@@ -439,8 +449,10 @@ def refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNOR
 
 def _hint(name: str, part: BaseModel) -> str:
     """A hint at the unset field that an unknown one may mean; empty if it is closest to a field that is set."""
-    fields = type(part).model_fields
-    present = {field for field in part.model_fields_set if getattr(part, field) is not None}
+    fields = {field.alias or key: key for key, field in type(part).model_fields.items()}
+    present = {
+        shown for shown, key in fields.items() if key in part.model_fields_set and getattr(part, key) is not None
+    }
     if name in UNSUPPORTED_IN_MESSAGES or present & {*difflib.get_close_matches(name[:64], fields, n=1)}:
         return ""
     return closest(name[:64], fields.keys() - present)

@@ -127,9 +127,9 @@ class ResponsesRequest(SamplingRequest):
     input: Annotated[
         Annotated[str, Tag("(text)")] | Annotated[Prompts[InputItem], Tag("(items)")],
         Discriminator(lambda value: "(text)" if isinstance(value, str) else "(items)"),
-    ]
+    ] = Field(description="a string, or a list of up to 4096 items")
     instructions: str | None = None
-    previous_response_id: str | None = Field(None, max_length=128, description="a string")
+    previous_response_id: str | None = Field(None, max_length=128, description="a string of up to 128 characters")
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=LARGEST)
     tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None

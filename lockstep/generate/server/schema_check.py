@@ -121,13 +121,16 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 waiting += [(f"{path}{key}.{name}.", one) for name, one in value.items()]
 
 
-MOST_ROUNDS = 64
+MOST_ROUNDS, MOST_REFERENCES = 64, 1024
+"""Schemas with more are not looked into further."""
 
 
 def is_endless(schema: Mapping[str, Any]) -> bool:
     """Whether every value that fits the schema would contain another one without end, as of an object that requires
     one of its own kind."""
     references = _references(schema)
+    if len(references) > MOST_REFERENCES:
+        return False
     finite: set[str] = set()
     for _ in range(MOST_ROUNDS):
         new = {name for name in references - finite if _ends(referred(name, schema), finite)}

@@ -78,7 +78,7 @@ def plan_reply(
     if isinstance(choice, tuple) and choice[0] not in {tool.name for tool in tools}:
         raise ApiError(400, f"tool_choice names {choice[0][:80]!r}, which is not one of the tools", "tool_choice")
     if choice == "required" and not tools:
-        raise ApiError(400, "tool_choice is required, but there are no tools", "tool_choice")
+        raise ApiError(400, "tool_choice requires a call, but there are no tools", "tool_choice")
     if not tools or choice == "none":
         # Tools that may not be called are not shown either.
         return ReplyPlan(service.reply_form, content=content, content_field=content_field)
@@ -129,7 +129,8 @@ def _call_rule(plan: ReplyPlan) -> CallRule | None:
         return None
     named = plan.choice[0] if isinstance(plan.choice, tuple) else None
     tools = [tool for tool in plan.tools if named in (None, tool.name)]
-    return CallRule([(tool, True) for tool in tools], required, plan.parallel)
+    # An endless grammar compiles, but no sample of it ends.
+    return CallRule([(tool, tool.strict or not is_endless(tool.schema)) for tool in tools], required, plan.parallel)
 
 
 def _begins_with_token(form: ReplyForm, format: ToolFormat) -> bool:
@@ -147,7 +148,8 @@ def _compiled(service: Service, plan: ReplyPlan, after: str, calls: CallRule | N
     if calls is None:
         raise problem
     # Only a strict tool's arguments must fit its schema; those of others do where it can be enforced.
-    loose = replace(calls, tools=[(tool, _is_enforced(service, plan, tool)) for tool, _ in calls.tools])
+    tools = [(tool, enforced and _is_enforced(service, plan, tool)) for tool, enforced in calls.tools]
+    loose = replace(calls, tools=tools)
     if loose == calls:
         raise problem
     try:
@@ -159,7 +161,7 @@ def _compiled(service: Service, plan: ReplyPlan, after: str, calls: CallRule | N
 def _compile(service: Service, plan: ReplyPlan, after: str, calls: CallRule | None) -> str:
     grammar = reply_grammar(plan.form, after, plan.content, calls)
     try:
-        service.engine.grammars.compile(grammar)
+        service.engine.grammars.compile(grammar, plan.content.free_grammar() if plan.content is not None else "")
     except UserError as error:
         schemas = [tool.schema for tool, enforced in calls.tools if enforced] if calls else []
         if plan.content is not None and plan.content.schema is not None:
