@@ -97,6 +97,16 @@ FAILING = {
     "number on a number": [P, node("call_function", "y", "operator.pow", 10, 400),
                            node("call_function", "x", "operator.mul", {"ref": "y"}, {"ref": "p"}), OUT],
     "dtype": [P, node("call_method", "x", "to", {"ref": "p"}, {"dtype": "complex128"}), OUT],
+    "list": [P, node("call_function", "y", "operator.mul", [0], 50_000_000),
+             node("call_function", "x", "torch.sum", {"ref": "p"}), OUT],
+    "outer product": [P, *(node("call_function", f"c{i}", "torch.cat", [{"ref": f"c{i - 1}" if i else "p"}] * 32)
+                           for i in range(3)),
+                      node("call_method", "r", "unsqueeze", {"ref": "c2"}, 1),
+                      node("call_function", "y", "operator.mul", {"ref": "c2"}, {"ref": "r"}),
+                      node("call_function", "x", "torch.sum", {"ref": "y"}), OUT],
+    "metric": [P, node("call_function", "x", "torch.sum", {"ref": "p"}),
+               node("output", "output", "output",
+                    {"tuple": [{"ref": "x"}, {"dict": {"custom/a:sum": {"ref": "p"}}}]})],
     "called on a number": [P, node("call_method", "x", "sum", 3), OUT],
 }  # fmt: skip
 
