@@ -22,12 +22,18 @@ ELEMENTWISE = (
     "ge logical_and logical_or logical_not isfinite isnan isinf lerp logaddexp erf true_divide"
 )
 OTHERS = (
-    "sum mean prod amax amin max min std var logsumexp softmax log_softmax cumsum cumprod any all norm median reshape "
-    "flatten squeeze unsqueeze cat stack index_select gather transpose diff flip roll matmul dot"
+    "sum mean prod amax amin max min std var logsumexp softmax log_softmax cumsum cumprod any all median reshape "
+    "flatten squeeze unsqueeze cat stack index_select gather transpose diff flip roll matmul dot masked_select "
+    "count_nonzero"
 )
 MAKERS = "zeros_like ones_like full_like"
-OF_METHODS = "view expand_as detach float double long int bool to type_as size dim numel contiguous clone"
-OF_FUNCTIONAL = "relu softplus logsigmoid sigmoid tanh silu gelu huber_loss smooth_l1_loss mse_loss softmax log_softmax"
+OF_METHODS = "view expand expand_as t detach float double long int bool to type_as size dim numel contiguous clone"
+OF_FUNCTIONAL = (
+    "relu sigmoid tanh silu huber_loss smooth_l1_loss mse_loss l1_loss kl_div softmax log_softmax "
+    "binary_cross_entropy_with_logits"
+)
+BUILT_IN = "softplus log_sigmoid gelu"
+"""Of `torch.nn.functional`, under the names that torch.fx has for what is not written in Python."""
 OF_OPERATOR = (
     "add sub mul truediv floordiv mod pow neg pos eq ne lt le gt ge and_ or_ xor invert getitem abs matmul iadd isub "
     "imul itruediv"
@@ -42,11 +48,13 @@ def _from(module: Any, name: str, functions: str) -> dict[str, Callable[..., Any
 FUNCTIONS = {
     **_from(torch, "torch", f"{ELEMENTWISE} {OTHERS} {MAKERS}"),
     **_from(functional, "torch.nn.functional", OF_FUNCTIONAL),
+    **_from(torch._C._nn, "torch._C._nn", BUILT_IN),
+    "torch.functional.norm": torch.norm,
     **_from(operator, "operator", OF_OPERATOR),
     **_from(math, "math", OF_MATH),
 }
 METHODS = {name for name in f"{ELEMENTWISE} {OTHERS} {OF_METHODS}".split() if hasattr(Tensor, name)}
-ATTRIBUTES = {"shape", "ndim", "dtype"}
+ATTRIBUTES = {"shape", "ndim", "dtype", "values", "indices", "T"}
 DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool", "bfloat16", "float16")
 }

@@ -108,7 +108,13 @@ def targets_of(asked: PlainTensor, length: int) -> Tensor:
     shape = asked.shape or []
     if asked.sparse_crow_indices is not None or asked.sparse_col_indices is not None:
         raise UserError("target_prompt_logprobs is sparse; send it dense, with -1 where nothing is asked for")
-    if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1 or len(asked.data) != shape[0] * shape[1]:
+    if (
+        length < 2
+        or len(shape) != 2
+        or shape[0] != length - 1
+        or shape[1] < 1
+        or len(asked.data) != shape[0] * shape[1]
+    ):
         raise UserError(
             f"target_prompt_logprobs has the shape {shape} and {len(asked.data)} numbers; for a prompt of {length} "
             f"tokens it must be [{length - 1}, K]"

@@ -99,9 +99,9 @@ class States:
 
     def all(self) -> list[SavedState]:
         """Those that have not expired, oldest first."""
-        for state in [s for s in self._known.values() if s.expires is not None and s.expires <= time.time()]:
+        for state in [s for s in list(self._known.values()) if s.expires is not None and s.expires <= time.time()]:
             self.delete(state)
-        return sorted(self._known.values(), key=lambda state: state.created)
+        return sorted(list(self._known.values()), key=lambda state: state.created)
 
     def of_run(self, run: str) -> list[SavedState]:
         return [state for state in self.all() if state.run == run]

@@ -87,6 +87,27 @@ def test_samples_with_everything_that_can_be_asked(server, client):
     assert targets[0, 1] == targets[2, 0] == 0 and float(targets[3, 0]) == whole[4]
 
 
+def test_cuts_and_temperature_change_what_is_drawn(server, client):
+    sampler = client.create_sampling_client(base_model=NAME).result()
+
+    def tokens(**params):
+        return [each.tokens for each in sampled(sampler, n=8, max_tokens=20, **params)]
+
+    free, greedy = tokens(), tokens(temperature=0.0)
+    assert len(set(map(tuple, greedy))) == 1 and greedy == tokens(top_k=1) == tokens(top_p=0.001)
+    assert free not in (greedy, tokens(temperature=3.0), tokens(top_p=0.5), tokens(top_k=3))
+
+
+def test_the_switches_choose_the_layers(server, client):
+    chosen = {
+        "self_attn": lora_client(client, train_mlp=False, head=False),
+        "mlp": lora_client(client, train_attn=False, head=False),
+        "lm_head": lora_client(client, train_mlp=False, train_attn=False),
+    }
+    for part, each in chosen.items():
+        assert all(part in name for name in model_of(server, each).adapter.matrices)
+
+
 def test_stops_are_tokens_texts_or_none_at_all(client):
     sampler = client.create_sampling_client(base_model=NAME).result()
     (free,) = sampled(sampler, n=1, max_tokens=30)
@@ -225,6 +246,8 @@ def test_a_traced_loss_runs_on_the_server_with_the_result_it_has_on_the_client(c
     own = here.forward_backward_custom(data, on_client).result()
     assert math.isclose(served.metrics["loss:sum"], own.metrics["loss:sum"], rel_tol=1e-5)
     assert served.metrics["custom/count:sum"] == sum(len(text) - 1 for text in TEXTS)
+    means = [sum(each) / len(each) for each in log_probs(served)]
+    assert math.isclose(served.metrics["custom/mean:mean"], sum(means) / len(means), rel_tol=1e-5)
     norms = [each.optim_step(adam()).result().metrics["grad_norm"] for each in (here, there)]
     assert math.isclose(*norms, rel_tol=1e-4)
 
@@ -257,4 +280,4 @@ def test_a_copy_lives_on_its_own(server, client, kept):
     copied = rest.copy_weights(path, "any").result()
     if not kept:
         rest.delete_checkpoint_from_tinker_path(path).result()
-    assert client.create_training_client_from_state(copied).result().get_info().lora_rank == 2
+    assert client.create_training_client_from_state_with_optimizer(copied).result().get_info().lora_rank == 2

@@ -19,7 +19,7 @@ from tinker.proto import tinker_public_pb2 as theirs
 
 from lockstep.errors import UserError
 from lockstep.train_server import batches, wire
-from lockstep.train_server.loss_graph import GraphLoss
+from lockstep.train_server.loss_graph import FUNCTIONS, GraphLoss
 from lockstep.train_server.losses import LOSSES
 from lockstep.train_server.protocol import LossGraph, LossInput
 from lockstep.train_server.states import States
@@ -66,6 +66,51 @@ def test_a_traced_loss_has_the_value_and_gradient_of_the_function():
     value, metrics = graph(found, values[1:])
     value.backward()
     assert torch.equal(found.grad, expected.grad) and set(metrics) == {"custom/x:sum", "custom/n:mean"}
+
+
+def test_every_function_on_the_list_has_the_name_that_clients_write():
+    from torch.fx.node import _get_qualified_name
+
+    def written(function):
+        return _get_qualified_name(function).replace("_operator.", "operator.")
+
+    wrong = {name: written(function) for name, function in FUNCTIONS.items() if written(function) != name}
+    assert not wrong
+
+
+def test_the_gradient_of_each_loss_is_that_of_its_formula():
+    draws = torch.Generator().manual_seed(3)
+    p, q = (torch.randn(40, generator=draws, dtype=torch.float64) - 2 for _ in range(2))
+    a = torch.randn(40, generator=draws, dtype=torch.float64)
+    marked = (torch.arange(40) % 3 > 0).double()
+    low, high, beta = 0.6, 1.7, 0.3
+
+    def gspo(p):
+        mean = ((p.detach() - q) * marked).sum() / marked.sum()
+        ratio = (mean + p - p.detach()).exp()
+        return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+
+    def ppo(p):
+        ratio = (p - q).exp()
+        return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+
+    formulas = {
+        "cross_entropy": lambda p: -p * a,
+        "importance_sampling": lambda p: -(p - q).exp() * a,
+        "ppo": ppo,
+        "gspo": gspo,
+        "cispo": lambda p: -(p - q).exp().clamp(low, high).detach() * p * a,
+        "dro": lambda p: -(p * a - 0.5 * beta * (p - q) ** 2),
+    }
+    inputs = {"weights": a, "advantages": a, "logprobs": q, "sequence_ratio_mask": marked}
+    inputs = {name: value.float() for name, value in inputs.items()}
+    options = {"clip_low_threshold": low, "clip_high_threshold": high, "beta": beta}
+    assert formulas.keys() == LOSSES.keys()
+    for name, formula in formulas.items():
+        exact, own = p.clone().requires_grad_(), p.float().requires_grad_()
+        formula(exact).sum().backward()
+        LOSSES[name].compute(own, inputs, options).sum().backward()
+        torch.testing.assert_close(own.grad.double(), exact.grad, rtol=2e-6, atol=1e-7, msg=name)  # float32
 
 
 def node(op, name, target, *args, **kwargs):
