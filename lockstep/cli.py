@@ -327,7 +327,7 @@ def train_server(arguments: list[str]) -> int:
         from lockstep.train_server import serve as run
     except ImportError as error:
         raise UserError(
-            f"the training API needs the package {error.name}; install it with pip install 'lockstep-lm[tinker]'"
+            f"the training API needs protobuf ({error.name} is missing); pip install protobuf zstandard"
         ) from error
     return run(config, model_folder(config.model))
 

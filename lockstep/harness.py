@@ -143,7 +143,7 @@ class LockstepLM(TemplateLM):
         log_probs: list[float] = []
         likeliest: list[bool] = []
         for part in torch.arange(len(states)).split(max(1, LOGITS_ELEMENTS // self.model.config.vocab_size)):
-            logits, chosen = self.model.logits(states[part]), row.targets[part]
+            logits, chosen = self.model.logits(states[part], row.predictors[part]), row.targets[part]
             log_probs += logits_log_probs(logits, chosen, row_factors(1.0, states[part]))[0].tolist()
             likeliest += (logits.argmax(-1) == chosen).tolist()
         scores: dict[Scored, tuple[float, bool]] = {}

@@ -43,7 +43,7 @@ def test_every_promise_has_a_test_and_a_fault_that_can_be_planted():
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.promise)
 def test_the_test_of_a_promise_finds_the_planted_fault(promise, tmp_path):
     for part in ("lockstep", "tests"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", ".environments"))
     for part in ("docs", "examples", "benchmarks", "pyproject.toml", "README.md"):
         (tmp_path / part).symlink_to(ROOT / part)
     file = tmp_path / promise.file

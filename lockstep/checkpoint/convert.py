@@ -43,7 +43,7 @@ from lockstep.model.config_json import config_values, holds_model
 from lockstep.model.folder import GENERATION, files_folder, generation_ends
 from lockstep.model.json_file import read_json
 from lockstep.model.layers import projections
-from lockstep.model.stored import HEAD, hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored import EMBEDDING, HEAD, hugging_face_name, is_adapter, is_float32
 from lockstep.model.stored_tensor import StoredTensor
 from lockstep.model.tensors import dequantized, names_in_wrapper, tensors_around
 from lockstep.model.vision_wrapper import is_wrapper
@@ -214,17 +214,18 @@ def _read(tensor: StoredTensor, place: tuple[slice, ...], shape: torch.Size) -> 
 
 
 def _merged(weights: Weights) -> Weights:
-    """The base's weights with the adapter's updates added."""
-    lora = weights.config.lora
+    """The base's weights with the adapter's updates added. A tied head with an update is no longer the embedding."""
+    lora, tied = weights.config.lora, weights.config.tie_embeddings
     assert lora is not None
     tensors = {name: entry for name, entry in weights.tensors.items() if not is_adapter(name)}
     for module in lora.modules:
         name = hugging_face_name(f"{module}.weight", weights.config)
-        shape, base = tensors[name]
+        shape, base = tensors[EMBEDDING if tied and name == HEAD else name]
         sides = (hugging_face_name(f"{module}.lora_{side}.weight", weights.config) for side in "AB")
         a, b = (weights.tensors[side][1] for side in sides)
         tensors[name] = shape, partial(_updated, base, a, b, lora.scaling)
-    return Weights(replace(weights.config, lora=None), weights.dtype, tensors)
+    config = replace(weights.config, lora=None, tie_embeddings=tied and HEAD not in tensors)
+    return Weights(config, weights.dtype, tensors)
 
 
 def _updated(base: Callable[[], Tensor], a: Callable[[], Tensor], b: Callable[[], Tensor], scaling: float) -> Tensor:

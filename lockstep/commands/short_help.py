@@ -31,7 +31,7 @@ SHORT = {
     "engine.max-sequences engine.max-tokens-per-step engine.cuda-graphs engine.draft "
     "compile.backend max-prompt-tokens max-n max-requests max-waiting request-seconds",
     "train-server": "model output host port model-name api-key dtype device tokens-per-microbatch max-models "
-    "session-seconds max-state-bytes engine.cache-tokens engine.max-sequences",
+    "session-seconds max-state-bytes engine.cache-tokens engine.max-sequences engine.max-tokens-per-step",
     "eval": "model environment data split examples samples-per-prompt pass-at max-new-tokens temperature top-p chat "
     "reward-model seed output overwrite dtype device engine.cache-tokens rewards.workers rewards.on-failure",
 }

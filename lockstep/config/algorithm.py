@@ -23,8 +23,8 @@ AlgorithmName = Literal[
     "distillation",
     "ppo",
 ]
-Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae"]
-LossName = Literal["clip", "clip_sequence", "clip_weight", "reinforce"]
+ADVANTAGES = ("group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae")
+LOSSES = ("clip", "clip_sequence", "clip_weight", "reinforce")
 Average = Literal["token", "sequence", "budget"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLIn = Literal["loss", "reward"]
@@ -39,9 +39,11 @@ class Algorithm:
     The defaults are GRPO's. Losses and advantages depend on no other settings of a run.
     """
 
-    advantage: Advantage = "group"
+    advantage: str = "group"
+    """One of ADVANTAGES, or a function in a file, FILE.py:NAME."""
     normalize_advantages: bool = True
-    loss: LossName = "clip"
+    loss: str = "clip"
+    """One of LOSSES, or a function in a file, FILE.py:NAME."""
     loss_average: Average = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2

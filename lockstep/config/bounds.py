@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from lockstep.errors import closest
+
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
@@ -38,6 +40,25 @@ class Below:
 
     def problem(self, value: float) -> str:
         return "" if value < self.limit else f"below {self.limit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """One of the choices, or a function in a file of the user's, FILE.py:NAME."""
+
+    choices: tuple[str, ...]
+
+    def problem(self, value: str) -> str:
+        if value in self.choices or function_in_file(value):
+            return ""
+        hint = closest(value, self.choices)
+        return f"{', '.join(filter(None, self.choices))}, or FILE.py:NAME, a function of your own.{hint}"
+
+
+def function_in_file(value: str) -> tuple[str, str] | None:
+    """File and function of a setting such as `my_loss.py:loss`; None if it is something else."""
+    file, _, name = value.rpartition(":")
+    return (file, name) if file.endswith(".py") and name.isidentifier() else None
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -18,5 +18,5 @@ class LoraConfig:
     alpha: Annotated[float, Above(0)] = 16.0
     """The update is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("*_proj*",)
-    """Names of the linear layers to adapt, or patterns of them: q_proj, mlp.*, layers.3.*. The head, the router and
-    stacked experts have no adapters."""
+    """Names of the linear layers to adapt, or patterns of them: q_proj, mlp.*, layers.3.*; lm_head is the output head,
+    tied or not. Routers, stacked experts and a reward model's head have no adapters."""

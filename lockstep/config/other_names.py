@@ -97,6 +97,12 @@ LOCKSTEP_NAMES = {
 LOCKSTEP_VALUES = {"fp32": "float32", "fp16": "bfloat16", "float16": "bfloat16", "sigmoid": "dpo"}
 """For a value elsewhere, the value in Lockstep."""
 UNSUPPORTED = {
+    **dict.fromkeys(
+        ("enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "enable-reasoning"),
+        "calls and reasoning are read in the format of the model's chat template; leave it out",
+    ),
+    "chat-template": "put the template into the model's folder as chat_template.jinja",
+    "enable-lora": "name the adapters with --lora-modules NAME=FOLDER",
     "trust-remote-code": "code in a model's folder is never run",
     "push-to-hub": "upload the folder that lockstep convert writes",
 }

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from lockstep.config.actors import ActorsConfig
 from lockstep.config.alarms import AlarmConfig
-from lockstep.config.algorithm import AlgorithmName
-from lockstep.config.bounds import Above, AtLeast, AtMost, Below
+from lockstep.config.algorithm import ADVANTAGES, LOSSES, AlgorithmName
+from lockstep.config.bounds import Above, AtLeast, AtMost, Below, OneOf
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
@@ -160,18 +160,20 @@ class RLConfig:
     algorithm: AlgorithmName = "grpo"
     """Predefined values of the settings from `advantage` to `overlong_share`, each of which can be overridden;
     docs/algorithms.md describes each algorithm."""
-    advantage: Literal["", "group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae"] = ""
+    advantage: Annotated[str, OneOf(("", *ADVANTAGES))] = ""
     """What a completion's reward is compared with; empty: the algorithm's. `group`: the mean of its group,
     `leave_one_out`: the mean of the others in its group, `batch`: the mean over the step's tokens, `group_batch`: the
     mean of its group, then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: per token, by the teacher.
-    `gae`: per token, by a value function that is trained with the policy."""
+    `gae`: per token, by a value function that is trained with the policy. Or FILE.py:NAME, a function of your own
+    (docs/rl.md)."""
     normalize_advantages: bool | None = None
     """Divide advantages by the (population) standard deviation of the group's rewards, or of the step's tokens for
     `batch`, `group_batch` and `gae`, whose mean is subtracted as well; None: the algorithm's."""
-    loss: Literal["", "clip", "clip_sequence", "clip_weight", "reinforce"] = ""
+    loss: Annotated[str, OneOf(("", *LOSSES))] = ""
     """Policy loss; empty: the algorithm's. `clip`: clip the importance ratio per token; `clip_sequence`: per
     completion (GSPO); `clip_weight`: weight the log-probability by the clipped ratio (CISPO); `reinforce`:
-    the log-probability times the advantage, without a ratio."""
+    the log-probability times the advantage, without a ratio. Or FILE.py:NAME, a function of your own
+    (docs/rl.md)."""
     loss_average: Literal["", "token", "sequence", "budget"] = ""
     """Average the loss over all tokens, or over each completion first; `budget`: divide the sum of each completion or
     conversation by max_new_tokens, whatever its length or number of turns. Empty: the algorithm's."""

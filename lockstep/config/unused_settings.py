@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
+from lockstep.config.bounds import function_in_file
 from lockstep.config.lora import LoraConfig
 from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.config.toml import toml_value
@@ -66,6 +67,10 @@ def _reasons_of_rl(config: RLConfig) -> dict[str, str]:
         reasons |= dict.fromkeys(of_values, f'advantage "{algorithm.advantage}" has no value function')
     if algorithm.loss == "reinforce":
         reasons |= dict.fromkeys(("clip_low", "clip_high"), 'loss "reinforce" has no ratio to clip')
+    if function_in_file(algorithm.loss):
+        reasons |= dict.fromkeys(("clip_low", "clip_high"), f"only the function {algorithm.loss} decides what to clip")
+    if function_in_file(algorithm.advantage):
+        reasons["normalize_advantages"] = f"only the function {algorithm.advantage} decides what to divide by"
     if not algorithm.kl_coefficient:
         of_kl = "kl_in", "kl_estimator", "kl_reference", "kl_average_decay"
         reasons |= dict.fromkeys(of_kl, "kl_coefficient is 0")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import algorithm_of
-from lockstep.config.bounds import bound_problems
+from lockstep.config.bounds import bound_problems, function_in_file
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
 from lockstep.config.overwritten import overwritten_problems
@@ -123,7 +123,7 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
     advantage = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
     if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
         yield f"{advantage} is not normalized; leave normalize_advantages out"
-    if (algorithm.advantage == "teacher") != bool(config.teacher):
+    if (algorithm.advantage == "teacher") != bool(config.teacher) and not function_in_file(algorithm.advantage):
         if config.teacher:
             yield f"teacher is set, but {advantage} does not use one; leave it out, or set algorithm = distillation"
         else:

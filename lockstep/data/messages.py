@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 
 from lockstep.data.chat import ChatTemplate, ChatTemplateError
@@ -165,6 +165,8 @@ class CallLayout:
     """Text: JSON."""
     no_content: Literal["", None]
     """The content of a message that has only calls."""
+    parallel: bool = True
+    """Whether it shows all calls of a message; some show the first alone, or refuse several."""
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message whose calls are in OpenAI's format, as the template expects it. Raises ChatTemplateError for
@@ -180,20 +182,27 @@ class CallLayout:
 
 
 def call_layout(template: ChatTemplate) -> CallLayout | None:
-    """What the template expects of a message with tool calls; None if it shows none. Found out by rendering one."""
-    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": function}]
-    user = {"role": "user", "content": "?"}
+    """What the template expects of a message with tool calls; None if it shows none. Found out by rendering some."""
     layouts = [CallLayout(arguments, content) for arguments in ("object", "text") for content in (None, "")]  # type: ignore[arg-type]
-    for layout in layouts:
-        call = {"id": "call00000", "type": "function", "function": {"name": "\ue001", "arguments": '{"a": "\ue000"}'}}
-        message = layout.message({"role": "assistant", "content": None, "tool_calls": [call]})
-        with suppress(ChatTemplateError):
-            text = template.render([user, message], add_generation_prompt=False, tools=tools)
-            # Some write what is missing as "None", and objects as Python does.
-            if {"\ue000", "\ue001"} <= set(text) and "None" not in text and "{'a'" not in text:
-                return layout
-    return None
+    layout = next((layout for layout in layouts if _shows_calls(template, layout, 1)), None)
+    return layout and replace(layout, parallel=_shows_calls(template, layout, 2))
+
+
+def _shows_calls(template: ChatTemplate, layout: CallLayout, count: int) -> bool:
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    marks = [(f"\ue001{number}", f"\ue000{number}") for number in range(count)]
+    calls = [
+        {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": f'{{"a": "{value}"}}'}}
+        for number, (name, value) in enumerate(marks)
+    ]
+    messages = [{"role": "user", "content": "?"}, layout.message({"role": "assistant", "tool_calls": calls})]
+    try:
+        tools = [{"type": "function", "function": function}]
+        text = template.render(messages, add_generation_prompt=False, tools=tools)
+    except ChatTemplateError:
+        return False
+    # Some write what is missing as "None", and objects as Python does.
+    return all(mark in text for pair in marks for mark in pair) and "None" not in text and "{'a'" not in text
 
 
 def between_parts(template: ChatTemplate) -> str:

@@ -31,6 +31,8 @@ PROBE = "A few words, a num8er,\n  and ä\U0001f600."
 LARGEST_TEXT = 2**26
 """Maximum bytes of a file that is read whole: settings, templates, a token folder's description."""
 
+LONG = 4096
+"""Tokens. More are decoded as a batch of one, during which other threads run: the library holds the GIL otherwise."""
 FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
 
 
@@ -199,7 +201,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Special tokens are left out, unless `special`."""
         with _library(*FAILS):
-            text: str = self._backend.decode(list(ids), skip_special_tokens=not special)
+            if len(ids) < LONG:
+                text: str = self._backend.decode(list(ids), skip_special_tokens=not special)
+            else:
+                (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=not special)
         return text
 
     def added_before(self) -> list[int]:

@@ -11,7 +11,7 @@ from lockstep.generate.weight_writes import WeightWrites
 from lockstep.model import Decoder
 from lockstep.model.adapters import Adapter, refuse_adapters
 from lockstep.model.decoder import Block
-from lockstep.model.layers import projections
+from lockstep.model.layers import adaptable
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class LoadedAdapters(Mapping[str, Adapter]):
                 f"the adapter {name!r} is {adapter.dtype} on {adapter.device}, but the model {self._model.dtype} on "
                 f"{self._model.device}; they must be the same"
             )
-        layers = {layer.name: tuple(layer.weight.shape) for _, layer in projections(self._model)}
+        layers = {layer.name: layer.shape for _, layer in adaptable(self._model)}
         for layer, (a, b) in adapter.matrices.items():
             if layers.get(layer) != (b.weight.shape[0], a.weight.shape[1]):
                 raise UserError(

@@ -51,7 +51,7 @@ def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
     rows = max(1, LOGITS_ELEMENTS // model.config.vocab_size)
     if batch.prompt_rows:
         assert hidden is not None
-        score_prompts(batch.prompt_rows, hidden, runner, rows)
+        score_prompts(batch, hidden, runner, rows)
     draws: list[Draw] = []
     for start in range(0, len(params), rows):
         part = slice(start, start + rows)
@@ -59,7 +59,7 @@ def draw(batch: StepBatch, runner: Runner) -> list[Draw]:
             logits = decoded.logits[part]
         else:
             assert hidden is not None
-            logits = model.logits(hidden[batch.sampled_rows[part]])
+            logits = runner.logits(batch, hidden, batch.sampled_rows[part])
         sampling = [values[part] for values in batch.sampling]
         tokens, log_probs, truncated = _sample(logits, sampling, batch.adjustments[part], runner)
         tops: list[list[tuple[int, float]]] = [[]] * len(params[part])

@@ -241,6 +241,15 @@ class Engine:
         """The samples of an unfinished request. They grow as the engine steps, until they have a `finish_reason`."""
         return self._requests[request_id]
 
+    def slow_grammars(self, seconds: float, per_token: float) -> list[int]:
+        """The requests with an unfinished sample whose grammar has taken more processor time than `seconds`, and
+        `per_token` for each of its tokens, in this process."""
+        return [
+            number
+            for number, group in self._requests.items()
+            if group[0].params.grammar and any(s.grammar_seconds > seconds + per_token * s.sampled for s in group)
+        ]
+
     def _fresh_seed(self) -> int:
         seed = torch.tensor(secrets.randbits(62))
         if self.tensor_group is not None:

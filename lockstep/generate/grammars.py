@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,19 @@ from lockstep.errors import UserError
 
 KEPT = 256
 """Compiled grammars that are kept, the last used ones."""
+SECONDS_KEPT = 1.0
+"""Processor time that the kept grammars have taken, compilation and masks, which bounds their memory: 60 to 300 MB a
+second. The states that a grammar's automaton grows with use are shared by all of its samples."""
 LONGEST = 2**18
 """Characters of a grammar."""
+FUEL, FREE_FUEL, MOST_STATES = 2**17, 2**14, 2**15
+"""Of llguidance: the size of a grammar's automaton at first; that of a regular expression or Lark grammar of a request,
+whose memory grows with its square (37 MB at the limit, 2 GB at that of schemas); states, of 1 to 2 kB."""
 CANNOT_FOLLOW = "the grammar cannot be followed any more"
 
-SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}"}}
-"""White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else."""
+SPACES = {"x-guidance": {"whitespace_pattern": r"\x20|\x0A\x20{0,32}", "json_allowed_escapes": 'nrbtf\\"'}}
+"""White space in JSON: one space, or a line break and its indentation. With any, a model may write nothing else. With
+the escape `\\u`, a model may write the name of a property a second time, with another value."""
 
 
 def json_grammar(schema: dict[str, Any] | None = None) -> str:
@@ -63,27 +73,51 @@ def panics_as_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {_first_line(str(error)) or type(error).__name__}") from error
 
 
+@dataclass
+class Compiled:
+    """A compiled grammar, at its beginning."""
+
+    state: Any
+    seconds: float
+    """Processor time that it has taken; infinite if it is used up: its copies share limits."""
+
+
 class Matcher:
     """The state of one sample in its grammar."""
 
-    def __init__(self, state: Any):
-        self._state = state
+    def __init__(self, compiled: Compiled):
+        self._compiled, self._state = compiled, compiled.state.deep_copy()
+        self.seconds = 0.0
+        """Processor time that the sample has taken so far."""
 
     def accept(self, token: int) -> bool:
         """Advances; False if the grammar does not allow the token. Raises UserError, as `fill_mask`, if the state
         cannot be computed any more."""
-        with panics_as_errors(CANNOT_FOLLOW):
+        with self._measured():
             return bool(self._state.consume_token(token))
 
     def fill_mask(self, bits: np.ndarray) -> None:
         """Sets the bits of the tokens that are allowed next, of a row of int32."""
-        with panics_as_errors(CANNOT_FOLLOW):
+        with self._measured():
             self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     @property
     def problem(self) -> str:
-        """Why the grammar's state cannot be computed any more; empty if it can."""
-        return str(self._state.get_error()) if self._state.is_error() else ""
+        """Why the grammar's state cannot be computed any more, on one line; empty if it can."""
+        if not self._state.is_error():
+            return ""
+        return _first_line(str(self._state.get_error())) or CANNOT_FOLLOW
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        begin = time.thread_time()
+        try:
+            with panics_as_errors(CANNOT_FOLLOW):
+                yield
+        finally:
+            seconds = time.thread_time() - begin
+            self.seconds += seconds
+            self._compiled.seconds += math.inf if self._state.is_error() else seconds
 
 
 class Grammars:
@@ -95,42 +129,61 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, end_ids: Collection[int]):
         self._tokenizer, self._vocab, self._end_ids = tokenizer, vocab, sorted(end_ids)
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._library: Any = None
         self._lock = threading.Lock()
 
-    def compile(self, grammar: str) -> None:
+    def compile(self, grammar: str, free: str = "") -> None:
         """Raises UserError for a grammar that is invalid, too large, cannot be satisfied, or has parts that would not
-        be enforced."""
+        be enforced. free: a grammar within it that must be smaller, since it can be any automaton."""
+        if free and self._kept(grammar) is None:
+            self._new(free, FREE_FUEL)
         self._prototype(grammar)
 
     def matcher(self, grammar: str) -> Matcher:
         """A new state at the beginning of a grammar. Raises UserError as `compile`."""
-        return Matcher(self._prototype(grammar).deep_copy())
+        return Matcher(self._prototype(grammar))
 
-    def _prototype(self, grammar: str) -> Any:
+    def _prototype(self, grammar: str) -> Compiled:
+        if (kept := self._kept(grammar)) is not None:
+            return kept
+        compiled = self._new(grammar, FUEL)
         with self._lock:
-            if (compiled := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return compiled
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > 1 and (len(self._compiled) > KEPT or self._seconds() > SECONDS_KEPT):
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _kept(self, grammar: str) -> Compiled | None:
+        """A used-up grammar is compiled again."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None or compiled.seconds > SECONDS_KEPT:
+                return None
+            self._compiled.move_to_end(grammar)
+            return compiled
+
+    def _seconds(self) -> float:
+        return sum(compiled.seconds for compiled in self._compiled.values())
+
+    def _new(self, grammar: str, fuel: int) -> Compiled:
         if len(grammar) > LONGEST:
             raise UserError(f"the grammar has {len(grammar)} characters; the limit is {LONGEST}")
         if not self._end_ids:
             raise UserError("a grammar needs a model with an end-of-text token, which ends the sample")
         library = self._of_tokenizer()
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
+        limits = LLParserLimits(initial_lexer_fuel=fuel, max_lexer_states=MOST_STATES, verbose_errors=False)
+        begin = time.thread_time()
         with panics_as_errors("the grammar cannot be used"):
-            compiled = LLMatcher(library, grammar, log_level=0)
-        if compiled.is_error():
-            raise UserError(f"the grammar cannot be used: {_first_line(compiled.get_error())}")
-        if warnings := compiled.get_grammar_warnings():
+            state = LLMatcher(library, grammar, log_level=0, limits=limits)
+        if state.is_error():
+            raise UserError(f"the grammar cannot be used: {_first_line(state.get_error())}")
+        if warnings := state.get_grammar_warnings():
             raise UserError(f"the grammar would not be enforced as a whole: {_first_line(warnings[0])}")
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        return compiled
+        return Compiled(state, time.thread_time() - begin)
 
     def _of_tokenizer(self) -> Any:
         with self._lock:

@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner, has_custom_forward
 from lockstep.model import Decoder
-from lockstep.model.layers import projections
+from lockstep.model.layers import adaptable, projections
 from lockstep.ops.cuda.graph import Capture, CudaCapture, Replay, Tensors
 from lockstep.parallel.tensor_group import tensor_group_of
 
@@ -145,7 +145,7 @@ class GraphRunner(Runner):
         weights that may have changed."""
         if self._moved:
             self._hooked = has_custom_forward(self.model)
-            self._adapters = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
+            self._adapters = [layer for _, layer in adaptable(self.model) if layer.lora_A is not None]
         adapted = [layer.adapted for layer in self._adapters]
         if not self._moved and (adapted, self._weights.generation) == (self._adapted, self._generation):
             return

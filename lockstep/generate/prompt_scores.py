@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.generate.sampling_params import PromptScores
 
 if TYPE_CHECKING:
+    from lockstep.generate.batch import StepBatch
     from lockstep.generate.runner import Runner
     from lockstep.generate.scheduler import Chunk
 
@@ -41,11 +42,10 @@ def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
     return found
 
 
-def score_prompts(
-    requested: Sequence[PromptRows], hidden: Float[Tensor, "rows dim"], runner: Runner, most_rows: int
-) -> None:
-    """Adds the log-probabilities that a step has computed to those of its prompts. most_rows: whose logits are in
+def score_prompts(batch: StepBatch, hidden: Float[Tensor, "rows dim"], runner: Runner, most_rows: int) -> None:
+    """Adds the log-probabilities that a step has computed to those of its `prompt_rows`. most_rows: whose logits are in
     memory at a time."""
+    requested = batch.prompt_rows
     rows = [each.row + place for each in requested for place in range(each.length)]
     targets = [token for each in requested for token in each.scores.tokens[each.first : each.first + each.length]]
     counts = [each.scores.top for each in requested for _ in range(each.length)]
@@ -54,7 +54,7 @@ def score_prompts(
             result
             for start in range(0, len(rows), most_rows)
             for result in _scores(
-                hidden, runner, *(each[start : start + most_rows] for each in (rows, targets, counts))
+                batch, hidden, runner, *(each[start : start + most_rows] for each in (rows, targets, counts))
             )
         ]
     )
@@ -63,11 +63,11 @@ def score_prompts(
 
 
 def _scores(
-    hidden: Tensor, runner: Runner, rows: list[int], targets: list[int], counts: list[int]
+    batch: StepBatch, hidden: Tensor, runner: Runner, rows: list[int], targets: list[int], counts: list[int]
 ) -> list[tuple[float, int, list[tuple[int, float]]]]:
     """Log-probability and rank of each row's target, and the likeliest tokens."""
     device = hidden.device
-    logits = runner.model.logits(hidden[torch.tensor(rows, device=device)])
+    logits = runner.logits(batch, hidden, torch.tensor(rows, device=device))
     log_probs, ranks = runner.sampler.ranked_log_probs(logits, torch.tensor(targets, device=device))
     tops = runner.sampler.top_log_probs(logits, torch.ones(len(rows), device=device), counts)
     return list(zip(log_probs.tolist(), ranks.tolist(), tops, strict=True))

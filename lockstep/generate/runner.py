@@ -129,6 +129,13 @@ class Runner:
         with adapted(batch.adapted):
             return self.model(batch.tokens, batch.positions, attention)
 
+    def logits(
+        self, batch: StepBatch, hidden: Float[Tensor, "tokens dim"], rows: Int[Tensor, "rows"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Those of some of a step's rows; `batch` is on the model's device."""
+        with adapted(batch.adapted):
+            return self.model.logits(hidden[rows], rows)
+
     def delta_step(self, states: Int[Tensor, "3 sequences"]) -> ops.DeltaStep | None:
         """Where the sequences have their states, if the model has delta networks."""
         return None if self.delta_cache is None else ops.DeltaStep(self.delta_cache, *states)

@@ -79,6 +79,12 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def grammar_seconds(self) -> float:
+        """Processor time of its grammar so far, in this process; 0 once it has ended."""
+        matcher = self.adjustment.matcher if self.adjustment and self.finish_reason is None else None
+        return matcher.seconds if matcher else 0.0
+
+    @property
     def shareable(self) -> int:
         """How many of its first tokens need not be computed, if their keys are in the cache."""
         scores = self.prompt_scores

@@ -20,7 +20,7 @@ from lockstep.model import Decoder
 from lockstep.model.adapted_rows import adapted
 from lockstep.model.adapters import Adapter
 from lockstep.model.decoder import Block
-from lockstep.model.layers import projections
+from lockstep.model.layers import adaptable
 from lockstep.ops import native
 
 STEPS_BEFORE_RECORDING = 12
@@ -69,7 +69,7 @@ class StepGraphRunner(Runner):
         self._names: list[tuple[dict[str, Any], str]] = [
             (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
         ]
-        self._adapted = [layer for _, layer in projections(self.model) if layer.lora_A is not None]
+        self._adapted = [layer for _, layer in adaptable(self.model) if layer.lora_A is not None]
 
     @staticmethod
     def can_run(model: Decoder) -> bool:

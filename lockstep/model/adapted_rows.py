@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,12 +41,12 @@ def adapted(rows: Sequence[AdaptedRows]) -> Iterator[None]:
         _adapted.reset(token)
 
 
-def refuse_rows(adapters: Sequence[AdaptedRows], count: int) -> None:
-    """Raises ValueError for a row that a forward pass of so many rows does not have. Rows on a GPU are not checked."""
+def refuse_rows(rows_of_each: Iterable[Tensor | None], count: int) -> None:
+    """Raises ValueError for a row that `count` rows do not have. Rows on a GPU are not checked."""
     with unrecorded():  # a step graph is recorded with these rows
-        for _, rows in adapters:
+        for rows in rows_of_each:
             if rows is not None and rows.device.type == "cpu" and any(not 0 <= row < count for row in rows.tolist()):
-                raise ValueError(f"an adapter has a row outside of the {count} of this forward pass: {rows.tolist()}")
+                raise ValueError(f"an adapter has a row outside of the {count} that are computed: {rows.tolist()}")
 
 
 def adapted_rows() -> tuple[AdaptedRows, ...]:

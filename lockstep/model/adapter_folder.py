@@ -24,16 +24,25 @@ from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.config_json import config_values, holds_model
 from lockstep.model.decoder import Decoder
 from lockstep.model.json_file import read_json
-from lockstep.model.layers import projections
-from lockstep.model.stored import PEFT_PREFIX, PEFT_ROOT, SCORE, layer_in_file, layer_of_file, names_in_language_model
+from lockstep.model.layers import adaptable
+from lockstep.model.stored import (
+    PEFT_PREFIX,
+    PEFT_ROOT,
+    SCORE,
+    hugging_face_name,
+    layer_of_file,
+    names_in_language_model,
+)
 from lockstep.model.vision_wrapper import is_wrapper
-from lockstep.precision import read_precision
+from lockstep.precision import HEAD, read_precision
 
 SETTINGS, TENSORS, LOCKSTEP_SETTINGS = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 BASE = "LOCKSTEP_BASE"
 """Environment variable, set by `--base`: the folder of the adapters' base, overriding the adapters' files."""
 SCORE_TENSOR = f"{PEFT_ROOT}{SCORE}"
 """The head of a reward model with an adapter; all of it is trained."""
+HEAD_COPY = f"{PEFT_ROOT}{HEAD}.base_layer.weight"
+"""The base's head, which peft saves with an adapter of the head unless told not to."""
 
 ONLY: dict[str, Any] = {
     "target_parameters": None,  # first, since peft fills the patterns if it is set
@@ -154,12 +163,13 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
     modules = dict[str, None]()
     for name in (name for name in shapes if name != SCORE_TENSOR):
         stem, separator, _ = name.partition(".lora_")
-        if not separator or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
+        is_layer = stem.startswith(PEFT_PREFIX) or stem == f"{PEFT_ROOT}{HEAD}"
+        if not separator or not is_layer or name[len(stem) :] not in _ENDINGS:
             raise UserError(
                 f"{folder / TENSORS}: tensor {name} is not the LoRA matrix of a layer that can have an adapter here "
                 f"({PEFT_PREFIX}….lora_A.weight or B); {MERGE}"
             )
-        modules[layer_of_file(stem.removeprefix(PEFT_PREFIX))] = None
+        modules[layer_of_file(stem.removeprefix(PEFT_PREFIX).removeprefix(PEFT_ROOT))] = None
     if not modules:
         raise UserError(f"{folder / TENSORS}: contains no tensors; the adapter is empty")
     return tuple(modules)
@@ -172,7 +182,7 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
     """Raises UserError naming the first tensor that does not fit the base, before anything is built from the folder."""
     assert config.lora is not None
     base = Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")
-    layers, others = dict(projections(base)), {name.removesuffix(".weight") for name, _ in base.named_parameters()}
+    layers, others = dict(adaptable(base)), {name.removesuffix(".weight") for name, _ in base.named_parameters()}
     rank = config.lora.rank
     for module in config.lora.modules:
         if module not in layers and re.sub(r"(?<=\.experts)\.[0-9]+", "", module) in others:
@@ -185,9 +195,9 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
                 f"{folder}: is an adapter for another base: it adapts {module}, which {home} does not "
                 "have; give its own base with --base DIR"
             )
-        outputs, inputs = layers[module].weight.shape
+        outputs, inputs = layers[module].shape
         for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
-            shape = shapes.get(f"{PEFT_PREFIX}{layer_in_file(module, config)}{ending}", [])
+            shape = shapes.get(hugging_face_name(f"{module}{ending}", config), [])
             if shape != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {shape}, but rank {rank} "
@@ -247,13 +257,14 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in the adapter's file, by its name there."""
+    """The shape of every tensor in the adapter's file but a `HEAD_COPY`, by its name there."""
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"{folder}: {TENSORS} is missing; only safetensors are read, never pickles")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name != HEAD_COPY]  # noqa: SIM118
+            return {name: list(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); copy it again") from error
 

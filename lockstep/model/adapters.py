@@ -16,10 +16,11 @@ from lockstep.errors import UserError
 from lockstep.model.adapter_folder import is_adapter_folder, with_adapter
 from lockstep.model.checkpoint import Source, checked_tensor, copy_weights, read_config
 from lockstep.model.config import Lora, ModelConfig
+from lockstep.model.copied_head import refuse_other_head
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import refuse_other_base
 from lockstep.model.initialize import initialize_some
-from lockstep.model.layers import Weight, projections, refuse_rank
+from lockstep.model.layers import Weight, adaptable, refuse_rank
 from lockstep.model.shard import local_part
 from lockstep.model.stored import hugging_face_name, is_adapter
 from lockstep.model.tensors import adapter_tensors
@@ -39,12 +40,12 @@ class Adapter(nn.Module):
         self.config, self.scaling = config, config.lora.scaling
         self.matrices: dict[str, tuple[Weight, Weight]] = {}
         """A `[rank, in]` and B `[out, rank]` of each adapted layer, by its name, in the order of the base's layers."""
-        rank, layers = config.lora.rank, dict(projections(Decoder(_without_adapter(config), dtype, "meta")))
+        rank, layers = config.lora.rank, dict(adaptable(Decoder(_without_adapter(config), dtype, "meta")))
         if missing := [name for name in config.lora.modules if name not in layers]:
             raise UserError(f"the adapter is for a layer {missing[0]}, which this model does not have")
         for name in sorted(config.lora.modules, key=list(layers).index):
             refuse_rank(rank, name, layers[name])
-            outputs, inputs = layers[name].weight.shape
+            outputs, inputs = layers[name].shape
             a = Weight(rank, inputs, dtype=dtype, device=device)
             b = Weight(outputs, rank, dtype=dtype, device=device)
             self.matrices[name] = a, b
@@ -111,6 +112,7 @@ def load_adapter(folder: Path, base: Decoder, home: Path) -> Adapter:
                 "open the base with what the adapter was trained with"
             )
     refuse_other_base(folder, home)
+    refuse_other_head(folder, home)
     adapter, stored = Adapter(config, base.dtype, base.device), adapter_tensors(folder)
     sources = []
     for name, parameter in adapter.named_parameters():

@@ -19,6 +19,7 @@ from lockstep.hub import local_folder, named_path
 from lockstep.model.adapter_folder import SETTINGS, base_folder, is_adapter_folder, with_adapter
 from lockstep.model.config import ModelConfig
 from lockstep.model.config_json import config_values, positions_limit
+from lockstep.model.copied_head import refuse_other_head
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import checked_device
 from lockstep.model.dtypes import is_auto, name_of, resolve_dtype
@@ -211,6 +212,7 @@ def check_tensors(
     """
     if is_adapter_folder(folder):
         refuse_other_base(folder)
+        refuse_other_head(folder, base_folder(folder))
     parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
     wanted = list(_wanted(parameters, stored, model.config))
     # The model may be a pipeline stage, with some of the layers.

@@ -130,12 +130,12 @@ class Decoder(nn.Module):
         self.norm = layers.Norm(config, dtype, device)
         if config.score_head:
             self.score = layers.Weight(1, config.dim, dtype=dtype, device=device)
-        elif not config.tie_embeddings:
-            self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
+        else:
+            self.lm_head = layers.Head(config, dtype, device)
         self.rotary = RotaryTables(config)
         if config.lora is not None:
             layers.add_adapter(self, config.lora, dtype, device)
-        for name, layer in layers.projections(self):
+        for name, layer in layers.adaptable(self):
             layer.name = name
         self.head_format = ops.NONE
         self.set_precision(config.precision)
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
                 "adapters of some rows do not work with compiled layers, which cannot tell the rows apart; leave out "
                 "compile.backend"
             )
-        refuse_rows(adapters, hidden.shape[0])
+        refuse_rows((each.rows for each in adapters), hidden.shape[0])
         places = [0, 0]  # among the layers of its kind: a cache has no room for the other's
         for block in cast(Iterable[Block], self.layers):
             cos, sin = tables[block.rope]
@@ -225,22 +225,33 @@ class Decoder(nn.Module):
         normed: Tensor = self.norm(hidden)
         return normed if self.config.logits_scale == 1 else normed * self.config.logits_scale
 
-    def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
-        """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`)."""
-        logits, cap = layers.product(hidden, self.head_weight, self.head_format), self.config.logits_softcap
-        return ops.softcap(logits, cap) if cap else logits
+    def logits(
+        self, hidden: Float[Tensor, "rows dim"], rows: Int[Tensor, "rows"] | None = None
+    ) -> Float[Tensor, "rows vocab"]:
+        """In the model's dtype; log-probabilities are computed from them in float32 (`ops.logits_log_probs`).
+
+        rows: which rows of the forward pass these are, whose adapters they have; None: all of them.
+        """
+        terms = self.head_terms if rows is None else self.head_terms.of(rows)
+        refuse_rows((each.rows for each in terms.updates), hidden.shape[0])
+        logits = layers.product(hidden, self.head_weight, terms.format)
+        for update in terms.updates:
+            logits = ops.add_low_rank(logits, hidden, *update)
+        return ops.softcap(logits, terms.softcap) if terms.softcap else logits
 
     @property
     def head_weight(self) -> Float[Tensor, "outputs dim"]:
         """The output projection: the embedding's weight if tied, a reward model's score head, else `lm_head`."""
         if self.config.score_head:
             return self.score.weight
-        return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+        own = self.lm_head.weight
+        return self.embed_tokens.weight if own is None else own
 
     @property
     def head_terms(self) -> ops.HeadTerms:
-        """How the head's logits are computed."""
-        return ops.HeadTerms(self.head_format, self.config.logits_softcap)
+        """How the logits of all rows of the forward pass are computed."""
+        updates = () if self.config.score_head else self.lm_head.updates()
+        return ops.HeadTerms(self.head_format, self.config.logits_softcap, updates)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The parts of a block around attention: projections with their adapters, and the dense feed-forward."""
+"""Linear layers with their adapters, the parts of a block around attention, and the dense feed-forward."""
 
 from __future__ import annotations
 
@@ -50,45 +50,77 @@ class Norm(Weight):
         return ops.branch_norm(x, self.weight, self.eps, self.offset)
 
 
-class Projection(Weight):
-    """A linear layer with weight `[out, in]`, its low-rank adapter, if any, and those of the rows in a forward pass."""
+class Adaptable(nn.Module):
+    """A linear layer's low-rank adapter, if any, and those of the rows in a forward pass."""
 
     lora_A: Weight | None
     lora_B: Weight | None
 
-    def __init__(
-        self,
-        *shape: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        bias: bool = False,
-        parts: tuple[int, ...] = (),
-    ):
-        super().__init__(*shape, dtype=dtype, device=device, bias=bias)
-        self.parts = parts
-        """Rows of the several projections that it is in one weight, whose outputs tensor ranks share; empty: one."""
+    def __init__(self, outputs: int, inputs: int):
+        super().__init__()
+        self.shape = outputs, inputs
+        """Of the layer's weight in the whole model."""
         self.register_module("lora_A", None)
         self.register_module("lora_B", None)
         self.scaling, self.adapted = 0.0, False
         self.name = ""
         """In the whole model, such as `layers.0.mlp.up_proj`: adapters have their matrices by it."""
+
+    def updates(self) -> tuple[ops.LowRank, ...]:
+        """What is added to the product: the adapter's update if it is on, and those of `adapted_rows`."""
+        found = []
+        if self.adapted and self.lora_A is not None and self.lora_B is not None:
+            found.append(ops.LowRank(self.lora_A.weight, self.lora_B.weight, self.scaling))
+        for adapter, rows in adapted_rows():
+            if (matrices := adapter.matrices.get(self.name)) is not None:
+                a, b = matrices
+                found.append(ops.LowRank(a.weight, b.weight, adapter.scaling, rows))
+        return tuple(found)
+
+
+class Head(Adaptable):
+    """The output head. A tied one has no weight of its own, but may have an adapter: the embedding has none."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__(config.vocab_size, config.dim)
+        weight = None if config.tie_embeddings else nn.Parameter(torch.empty(*self.shape, dtype=dtype, device=device))
+        self.register_parameter("weight", weight)
+
+
+class Projection(Adaptable):
+    """A linear layer with weight `[out, in]` and its adapters."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        bias: bool = False,
+        parts: tuple[int, ...] = (),
+    ):
+        super().__init__(outputs, inputs)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        self.parts = parts
+        """Rows of the several projections that it is in one weight, whose outputs tensor ranks share; empty: one."""
         self.precision = ops.NONE
         """What the product with the weight, but not an adapter's, computes in: a key of `ops.FORMATS`."""
 
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
-        """The product with the weight, plus the bias if there is one, the adapter's update if it is on, and the
-        updates of `adapted_rows`. A `B` of zeros adds zeros: the values are those without an adapter."""
+        """The product with the weight, plus the bias if there is one, and `updates`. A `B` of zeros adds zeros: the
+        values are those without an adapter."""
         if self.parts:
             out = ops.fused_linear(x, self.weight, self.parts, self.precision)
         else:
             out = product(x, self.weight, self.precision, chunks)
         out = out if self.bias is None else ops.add_bias(out, self.bias)
-        if self.adapted and self.lora_A is not None and self.lora_B is not None:
-            out = ops.add_low_rank(out, x, self.lora_A.weight, self.lora_B.weight, self.scaling)
-        for adapter, rows in adapted_rows():
-            if (matrices := adapter.matrices.get(self.name)) is not None:
-                a, b = matrices
-                out = ops.add_low_rank(out, x, a.weight, b.weight, adapter.scaling, rows)
+        for update in self.updates():
+            out = ops.add_low_rank(out, x, *update)
         return out
 
 
@@ -202,20 +234,27 @@ def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | 
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_score_head(name))
-    layers = dict(projections(model))
+    layers = dict(adaptable(model))
     for name in lora.modules:
         if name not in layers:
             raise UserError(f"the adapter is for a layer {name}, which this model does not have; give its own base")
         layer = layers[name]
-        outputs, inputs = layer.weight.shape
+        outputs, inputs = layer.shape
         refuse_rank(lora.rank, name, layer)
         layer.lora_A = Weight(lora.rank, inputs, dtype=dtype, device=device)
         layer.lora_B = Weight(outputs, lora.rank, dtype=dtype, device=device)
         layer.scaling, layer.adapted = lora.scaling, True
 
 
+def adaptable(model: nn.Module) -> Iterator[tuple[str, Adaptable]]:
+    """The layers that can have an adapter, by name: the projections, and the head last."""
+    for name, module in model.named_modules():
+        if isinstance(module, Adaptable):
+            yield name, module
+
+
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
-    """The layers that can have an adapter, by name."""
+    """The linear layers of the blocks, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Projection):
             yield name, module
@@ -226,10 +265,10 @@ def is_narrow(name: str) -> bool:
     return name.endswith(NARROW)
 
 
-def refuse_rank(rank: int, name: str, layer: Projection) -> None:
+def refuse_rank(rank: int, name: str, layer: Adaptable) -> None:
     """Raises UserError for a rank larger than the layer's matrix; narrow ones have the rank of the others, as in
     `peft`."""
-    outputs, inputs = layer.weight.shape
+    outputs, inputs = layer.shape
     most = inputs if is_narrow(name) else min(outputs, inputs)
     if not 1 <= rank <= most:
         raise UserError(

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import UserError
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Block, Decoder
-from lockstep.model.layers import projections, refuse_rank
+from lockstep.model.layers import adaptable, refuse_rank
 
 
 def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str]) -> Lora:
@@ -19,7 +19,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
 
     Raises UserError for a target that matches nothing, and for a rank larger than a matrix.
     """
-    layers = dict(projections(Decoder(shape, torch.float32, "meta")))
+    layers = dict(adaptable(Decoder(shape, torch.float32, "meta")))
     chosen = set[str]()
     for target in targets:
         matching = {name for name in layers if fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")}
@@ -27,7 +27,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
             kinds = sorted({name.rpartition(".")[2] for name in layers})
             raise UserError(
                 f'lora.targets "{target}" matches no linear layer; the layers are {", ".join(kinds)}, with names such '
-                f"as {next(iter(layers))} (the head, routers and stacked experts have no adapters)"
+                f"as {next(iter(layers))} (a reward model's head, routers and stacked experts have no adapters)"
             )
         chosen |= matching
     if not chosen:
@@ -40,7 +40,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
 @contextmanager
 def adapter_off(model: Decoder) -> Iterator[None]:
     """In this context the model is its base. Its layers run uncompiled: compiled ones include the adapter's update."""
-    adapted = [layer for _, layer in projections(model) if layer.adapted]
+    adapted = [layer for _, layer in adaptable(model) if layer.adapted]
     halves, model.halves = model.halves, Block
     try:
         for layer in adapted:

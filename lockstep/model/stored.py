@@ -101,7 +101,7 @@ def hugging_face_name(name: str, config: ModelConfig) -> str:
         for ours, theirs in UNGATED.items():
             name = name.replace(ours, theirs)
     if is_adapter(name):
-        return f"{PEFT_PREFIX}{name}"
+        return f"{PEFT_ROOT if name.startswith(HEADS) else PEFT_PREFIX}{name}"
     return name if name.startswith(HEADS) else f"model.{name}"
 
 

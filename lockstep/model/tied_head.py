@@ -39,7 +39,7 @@ def _differ(folder: Path, *files: Path | int) -> bool:
     """files: those of both tensors, and their modification times, so that the cache notices changes."""
     tensors = stored_tensors(folder)
     embedding, head = tensors[EMBEDDING], tensors[HEAD]
-    if _are_equal(embedding, head):
+    if are_equal(embedding, head):
         return False
     log.warning(
         "%s: config.json says tie_word_embeddings, but %s differs from the embedding and is used; write "
@@ -50,7 +50,7 @@ def _differ(folder: Path, *files: Path | int) -> bool:
     return True
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors have the same values, in any dtypes."""
     shape, dtypes = one.get_shape(), {FLOATS.get(each.get_dtype()) for each in (one, other)}
     if shape != other.get_shape() or len(shape) != 2 or None in dtypes:

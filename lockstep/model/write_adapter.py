@@ -17,7 +17,7 @@ from lockstep.model.adapter_folder import LOCKSTEP_SETTINGS, SETTINGS, TENSORS
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.folder import digest
-from lockstep.model.layers import projections
+from lockstep.model.layers import adaptable
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.stored import adapter_name, is_saved_with_adapter, layer_in_file
 
@@ -77,7 +77,7 @@ def _short_names(config: ModelConfig) -> list[str]:
     """`target_modules` as people write them: last names if all layers with that name are adapted, else full names."""
     assert config.lora is not None
     everything: dict[str, list[str]] = defaultdict(list)
-    for layer, _ in projections(Decoder(config, torch.float32, "meta")):
+    for layer, _ in adaptable(Decoder(config, torch.float32, "meta")):
         name = layer_in_file(layer, config)
         everything[name.rpartition(".")[2]].append(name)
     adapted = {layer_in_file(layer, config) for layer in config.lora.modules}

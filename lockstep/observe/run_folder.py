@@ -26,11 +26,15 @@ LAUNCH = "launch"
 """In the run's `logs/`: which torchrun started it."""
 ADAPTERS = "adapters.json"
 """In a checkpoint: the runs that train an adapter for it, which need its weights."""
+FUNCTIONS = "functions.json"
+"""Names and digests of the user's functions in a reinforcement run."""
+COPIES = ("loss.py", "advantage.py")
+"""The files that these came from."""
 METRICS, PROMPTS, LOADS = "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
-    CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "latest", "logs", "profile",
-    "reference.safetensors", "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json",
-    "wandb", "wandb_id",
+    CONFIG, FUNCTIONS, *COPIES, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "latest", "logs",
+    "profile", "reference.safetensors", "report.html", "rollouts", "summary.json", "tensorboard", "timeline",
+    "timeline.json", "wandb", "wandb_id",
 }  # fmt: skip
 """Files and folders that runs write: nothing else in the folder is ever deleted."""
 START_SETTINGS = ("output", "resume", "overwrite")
@@ -227,7 +231,7 @@ def _is_run(path: Path) -> bool:
 
 def _has_results(path: Path) -> bool:
     """Whether a step was written, or logs that explain why there is none."""
-    setup = (CONFIG, CONFIG + ".partial", LOCK, LAUNCH)
+    setup = (CONFIG, CONFIG + ".partial", FUNCTIONS, *COPIES, LOCK, LAUNCH)
     transient = ("timeline", "heartbeat_")
     files = [p for p in path.rglob("*") if p.is_file() and p.name not in setup and not p.name.startswith(transient)]
     return any(p.stat().st_size for p in files)

@@ -27,7 +27,7 @@ from lockstep.ops.heads_norm import heads_norm
 from lockstep.ops.integer_linear import int4_linear, int8_linear
 from lockstep.ops.linear import linear, text_scores
 from lockstep.ops.logprobs import inverse_temperature, log_prob_sum, logits_log_probs, token_log_probs
-from lockstep.ops.low_rank import add_low_rank
+from lockstep.ops.low_rank import LowRank, add_low_rank
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
@@ -44,19 +44,19 @@ from lockstep.ops.step_graph import Arena, StepGraph, Unrecordable, unrecorded
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 
 __all__ = [
-    "ARITHMETICS", "BLOCK", "CHUNK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "NO_STATE", "PAGE",
-    "Arena", "Attention", "DeltaCache", "DeltaSizes", "DeltaStep", "DeltaTerms", "ExpertLoad", "Format",
-    "HeadTerms", "KVCache", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention", "PieceAttention",
-    "ReplayedRoutes", "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors",
-    "adamw_step", "add_bias", "add_grouped_bias", "add_low_rank", "arithmetic", "branch_norm", "cache_rounded",
-    "clamped_experts", "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing",
-    "embedding", "every_row", "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul",
-    "grouped_linear", "head_linear", "heads_norm", "instruction_set", "int4_linear", "int8_linear",
-    "integer_squares", "inverse_temperature", "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid",
-    "logits_log_probs", "note_routes", "order_by_expert", "own_part", "own_rows", "parts_of", "ranked_log_probs",
-    "recorded_routes", "relu_squared", "replayed_routes", "rms_norm", "rotary", "route", "router_logits",
-    "row_gate", "sample", "set_arithmetic", "sigmoid", "sigmoid_mul", "silu_mul", "softcap", "sum_of_squares",
-    "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms", "unrecorded",
+    "ARITHMETICS", "BLOCK", "CHUNK", "EXACT_BITS", "FEW_ROWS", "FORMATS", "FORMS", "NONE", "NO_STATE", "PAGE", "Arena",
+    "Attention", "DeltaCache", "DeltaSizes", "DeltaStep", "DeltaTerms", "ExpertLoad", "Format", "HeadTerms", "KVCache",
+    "LowRank", "PackedAttention", "PackedWeight", "PackedWeights", "PagedAttention", "PieceAttention", "ReplayedRoutes",
+    "Routing", "SharedPrefixAttention", "StepGraph", "Terms", "Unrecordable", "adamw_factors", "adamw_step", "add_bias",
+    "add_grouped_bias", "add_low_rank", "arithmetic", "branch_norm", "cache_rounded", "clamped_experts",
+    "clamped_swiglu", "combine", "counted_rows", "dispatch", "draw", "draw_scaled", "drawing", "embedding", "every_row",
+    "exp", "experts", "float8_linear", "formatted_linear", "fused_linear", "gelu_mul", "grouped_linear", "head_linear",
+    "heads_norm", "instruction_set", "int4_linear", "int8_linear", "integer_squares", "inverse_temperature",
+    "is_emulated", "linear", "log", "log_prob_sum", "log_sigmoid", "logits_log_probs", "note_routes", "order_by_expert",
+    "own_part", "own_rows", "parts_of", "ranked_log_probs", "recorded_routes", "relu_squared", "replayed_routes",
+    "rms_norm", "rotary", "route", "router_logits", "row_gate", "sample", "set_arithmetic", "sigmoid", "sigmoid_mul",
+    "silu_mul", "softcap", "sum_of_squares", "text_scores", "token_log_probs", "top_log_probs", "total", "uniforms",
+    "unrecorded",
 ]  # fmt: skip
 
 call_once()

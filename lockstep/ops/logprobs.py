@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
+from lockstep.ops.adapted_head import adapted_head_gradients
 from lockstep.ops.formats import FORMATS
 from lockstep.ops.forms import FORMS
 from lockstep.ops.head_gradients import (
@@ -48,8 +49,10 @@ def token_log_probs(
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature, terms)
     inverse = row_factors(temperature, hidden)
-    if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-        return _TokenLogProbs.apply(hidden, head, targets, inverse, terms)
+    if torch.is_grad_enabled():
+        matrices = [matrix for update in terms.updates for matrix in (update.a, update.b)]
+        if any(each.requires_grad for each in (hidden, head, *matrices)):
+            return _TokenLogProbs.apply(hidden, head, targets, inverse, terms, *matrices)
     log_probs, entropies, _, _ = _forward(hidden, head, targets, inverse, terms)
     return log_probs, entropies
 
@@ -78,13 +81,14 @@ def log_prob_sum(
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
     The weight is known in the forward pass, so the gradient is computed there from each slice's logits, which are
-    computed once instead of twice. With one order, it is the sum over all ranks' targets, on each rank.
+    computed once instead of twice; not those of a head with updates. With one order, it is the sum over all ranks'
+    targets, on each rank.
     """
     if (shared := one_order.shared_targets()) is not None:
         return total(shared.whole(token_log_probs(hidden, head, targets, 1.0, terms)[0])) * weight
     # Decided by the head's type alone, so that tensors without values take the same path as real ones.
     trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    if trained and type(head) not in FORMS:
+    if trained and type(head) not in FORMS and not terms.updates:
         return _LogProbSum.apply(hidden, head, targets, weight, terms)
     return total(token_log_probs(hidden, head, targets, 1.0, terms)[0]) * weight
 
@@ -176,7 +180,7 @@ def _forward(
     slices = row_slices(len(hidden), head.shape[0], head)
     parts, saved = [], None
     for rows in slices:
-        logits = terms.logits(hidden[rows], head)
+        logits = terms.of(rows).logits(hidden[rows], head)
         parts.append(logits_log_probs(logits, targets[rows], inverse[rows]))
         saved = logits if len(slices) == 1 and logits.nbytes <= SAVED_LOGITS_BYTES else None
         del logits  # before the next ones are allocated
@@ -190,21 +194,31 @@ def _forward(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, terms: HeadTerms
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        inverse: Tensor,
+        terms: HeadTerms,
+        *matrices: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """matrices: A and B of each of the terms' updates, which autograd knows only as arguments."""
         log_probs, entropies, normalizers, ctx.logits = _forward(hidden, head, targets, inverse, terms)
         ctx.terms = terms
-        ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
+        ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies, *matrices)
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, *scored = ctx.saved_tensors
+        hidden, head, targets, inverse, normalizers, entropies, *_ = ctx.saved_tensors
         # They are overwritten, so another backward pass recomputes them.
         logits, ctx.logits = ctx.logits, None
-        vocab, rows = head.shape[0], ScoredRows(*scored, *grads)
+        vocab, rows = head.shape[0], ScoredRows(targets, inverse, normalizers, entropies, *grads)
         bounds, needed = piece_bounds(vocab), ctx.needs_input_grad[1]
+        if ctx.terms.updates:
+            found = adapted_head_gradients(hidden, head, rows, ctx.terms, logits, needed)
+            return *found[:2], None, None, None, *found[2:]
         gradients = head_gradients(hidden, head, rows, vocab, bounds, logits=logits, terms=ctx.terms, trained=needed)
         return *gradients, None, None, None
 

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import native
 from lockstep.ops.forms import FORMS
-from lockstep.ops.linear import linear
+from lockstep.ops.linear import input_gradient, linear, weight_gradient
 from lockstep.ops.packed_weights import packed
+
+
+class LowRank(NamedTuple):
+    """What `add_low_rank` adds to a product."""
+
+    a: Float[Tensor, "rank in"]
+    b: Float[Tensor, "out rank"]
+    scaling: float
+    rows: Int[Tensor, "adapted"] | None = None
+    """int64; None: all of them."""
+
+    def of(self, rows: Int[Tensor, "rows"] | slice) -> LowRank:
+        """What it adds to the product of these rows alone, which may repeat."""
+        if self.rows is None:
+            return self
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self.rows.device)
+        return self._replace(rows=torch.isin(rows, self.rows).nonzero()[:, 0])
+
+    def gradients(
+        self, grad: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
+    ) -> tuple[Float[Tensor, "adapted in"], Float[Tensor, "rank in"], Float[Tensor, "out rank"]]:
+        """Gradients of `x` in its rows, of A and of B, given that of the sum; rounded where autograd rounds those of
+        `add_low_rank`."""
+        if self.rows is not None:
+            grad, x = grad.index_select(0, self.rows), x.index_select(0, self.rows)
+        scaled = grad * self.scaling
+        of_inner, inner = input_gradient(scaled, self.b), linear(x, self.a)
+        return input_gradient(of_inner, self.a), weight_gradient(of_inner, x), weight_gradient(scaled, inner)
 
 
 def add_low_rank(

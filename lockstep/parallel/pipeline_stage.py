@@ -41,7 +41,7 @@ class Stage(Decoder):
             del self.norm
             if config.score_head:
                 del self.score
-            elif not config.tie_embeddings:
+            else:
                 del self.lm_head
 
     def forward(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.rl.algorithms import AdvantageInputs as AdvantageInputs
     from lockstep.rl.algorithms import PolicyLossInputs as PolicyLossInputs
     from lockstep.rl.algorithms import group_advantages as group_advantages
     from lockstep.rl.algorithms import token_weights as token_weights
@@ -22,17 +23,19 @@ if TYPE_CHECKING:
     from lockstep.rl.rollouts.records import Rollout as Rollout
     from lockstep.rl.rollouts.records import Scores as Scores
     from lockstep.rl.rollouts.records import write_rollouts as write_rollouts
+    from lockstep.rl.session import Session as Session
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
 _HOMES = {
     name: f"lockstep.rl.{module}"
     for module, names in {
-        "algorithms": "PolicyLossInputs group_advantages objective policy_loss token_weights",
+        "algorithms": "AdvantageInputs PolicyLossInputs group_advantages objective policy_loss token_weights",
         "conversations": "Chat ConversationEnvironment ConversationOver Episode Reply ToolCall",
         "environments.loading": "load_environment",
         "environments.protocol": "Environment Example",
         "grading": "Grade grade",
         "rollouts.records": "Rollout Scores write_rollouts",
+        "session": "Session",
     }.items()
     for name in names.split()
 }

@@ -14,6 +14,7 @@ from lockstep.rl.alarms import Alarms
 from lockstep.rl.environments.loading import require_environment
 from lockstep.rl.environments.protocol import Environment
 from lockstep.rl.generators.open import open_generators, resolve_generator_settings
+from lockstep.rl.own_functions import record_functions
 from lockstep.rl.rollouts.prefetcher import RolloutPrefetcher
 from lockstep.rl.rollouts.replicas import Replicas
 from lockstep.rl.rollouts.sampling import RolloutReplay, Sampling, open_graders
@@ -84,6 +85,7 @@ def _reinforce(
         trainer = Trainer(parts.policy, train_settings(config), updates, world, extra_parameters)
         session = Session(config, trainer, parts.tokenizer, "rl", progress, on_metrics, only_step)
         with session:
+            world.on_main(lambda: record_functions(session.run.path, parts.functions))
             task = _open_task(config, parts, trainer, session, recorded)
             session.resume(task)
             task.start(session.start)

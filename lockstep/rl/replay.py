@@ -28,6 +28,7 @@ from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel import refuse_ranks
 from lockstep.rl.environments.protocol import Environment, Example
+from lockstep.rl.own_functions import with_kept_functions
 from lockstep.rl.reinforce import replay_step
 from lockstep.rl.rollouts.recorded import read_lines, refuse_unknown_tokens, rollout_of
 from lockstep.rl.rollouts.records import Rollout
@@ -198,6 +199,7 @@ def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
     """The settings with which the step was computed: a later resume of the run may have changed them."""
     after = folder.path / "checkpoints" / step_name(step) / CONFIG
     config = from_toml(after if after.is_file() else folder.path / CONFIG, RLConfig())
+    config = with_kept_functions(config, folder.path)
     return dataclasses.replace(
         config,
         output=str(output),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.config import RLConfig, algorithm_of
+from lockstep.config.bounds import function_in_file
 from lockstep.data import Tokenizer, load_tokenizer, name_ends, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.hub import local_folder
@@ -20,6 +21,7 @@ from lockstep.rl.environments.protocol import Environment, Example
 from lockstep.rl.generators.open import open_policy
 from lockstep.rl.generators.protocol import Generators
 from lockstep.rl.generators.refusals import refuse_on_ranks
+from lockstep.rl.own_functions import OwnFunctions, load_own_functions
 from lockstep.rl.rollouts.metrics import summarize
 from lockstep.rl.rollouts.prompt_balance import prompt_balance
 from lockstep.rl.rollouts.prompts import PromptLoader, examples_of, refuse_other_examples
@@ -46,10 +48,13 @@ class RunParts:
     teacher: Decoder | None
     reward_model: RewardModel | None
     value_head: ValueHead | None
+    functions: OwnFunctions
+    """The user's loss and advantages, if the settings name any."""
 
 
 def load_parts(config: RLConfig, environment: Environment, is_given: bool, world: World) -> RunParts:
     """Loads examples and models. Raises UserError if they, or the ranks, are unsuitable."""
+    functions = load_own_functions(config, world)
     prompts, held_out = open_examples(config, environment, world)
     policy = open_policy(config, world)
     tokenizer = load_tokenizer(config.model, policy.config.vocab_size)
@@ -61,7 +66,7 @@ def load_parts(config: RLConfig, environment: Environment, is_given: bool, world
     value_head = make_value_head(config, policy, world)
     return RunParts(
         environment, is_given, prompts, held_out, policy, tokenizer, rendering, reference, teacher, reward_model,
-        value_head,
+        value_head, functions,
     )  # fmt: skip
 
 
@@ -134,10 +139,11 @@ def announce_start(
 
 
 def learns_from_spread_alone(config: RLConfig) -> bool:
-    """Whether groups of equal rewards teach nothing."""
+    """Whether groups of equal rewards are known to teach nothing."""
     algorithm = algorithm_of(config)
     others = max(algorithm.kl_coefficient, algorithm.entropy_coefficient) > 0
-    return algorithm.advantage not in ("teacher", "gae") and not others
+    names_function = function_in_file(algorithm.loss) or function_in_file(algorithm.advantage)
+    return algorithm.advantage not in ("teacher", "gae") and not others and not names_function
 
 
 def title_of(config: RLConfig) -> str:

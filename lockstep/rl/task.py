@@ -78,7 +78,7 @@ class PolicyTask:
         for scorer in self.scorers:
             with self.sampling.scoring():
                 scorer.score(groups.trained)
-        assign_advantages(groups.trained, self.algorithm)
+        assign_advantages(groups.trained, self.algorithm, self.parts.functions.advantage)
         if self.algorithm.advantage == "best":
             groups.keep_best()
         world, model = self.trainer.world, self.trainer.model
@@ -152,6 +152,7 @@ class PolicyTask:
                 mask_truncated=self.config.mask_truncated_completions,
                 replay_routes=self.config.router_replay,
                 value_head=self.parts.value_head,
+                own=self.parts.functions.loss,
             )
             with routes_on_stages(loss, self.trainer.model, share):
                 metrics |= self.trainer.step(share, loss)

@@ -168,12 +168,14 @@ def target_log_probs(
     if they have already been computed.
     """
     states = predicting_states(model, row) if states is None else states
-    return ops.token_log_probs(states, model.head_weight, row.targets, temperature, model.head_terms)
+    terms = model.head_terms.of(row.predictors)
+    return ops.token_log_probs(states, model.head_weight, row.targets, temperature, terms)
 
 
 def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> Float[Tensor, ""]:
     """`weight` times the sum of `target_log_probs`, but cheaper: the next-token loss."""
-    return ops.log_prob_sum(predicting_states(model, row), model.head_weight, row.targets, weight, model.head_terms)
+    states, terms = predicting_states(model, row), model.head_terms.of(row.predictors)
+    return ops.log_prob_sum(states, model.head_weight, row.targets, weight, terms)
 
 
 def target_scores(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets"]:

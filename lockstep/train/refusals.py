@@ -17,6 +17,7 @@ from lockstep.model import ModelConfig, read_config
 from lockstep.ops import NONE
 from lockstep.parallel import World, chunks_for
 from lockstep.parallel.pipeline_schedule import PipelinePlan
+from lockstep.precision import HEAD
 from lockstep.train.expert_balance import balance_problems
 
 
@@ -88,6 +89,12 @@ def layout_problems(shape: ModelConfig, world: World, parallel: ParallelConfig) 
         yield (
             f"train.deterministic_layout with parallel.context {world.degrees['context']} only works for dense models "
             "so far: the gradients of a mixture's experts are summed by rank; switch it off"
+        )
+    if shape.lora is not None and HEAD in shape.lora.modules and world.degrees["context"] > 1:
+        yield (
+            f"train.deterministic_layout with parallel.context {world.degrees['context']} does not work with an "
+            "adapter of the head yet, whose gradients are summed by rank; switch it off, or leave lm_head out of "
+            "lora.targets"
         )
     if world.degrees["tensor"] > shape.num_kv_heads:
         yield (

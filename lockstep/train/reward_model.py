@@ -61,10 +61,11 @@ def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: Wo
     fill: Callable[[TrainableModel], None] = partial(load_weights, path=config.model)
     if config.lora.rank:
         fill = partial(begin_adapter, path=config.model, seed=config.seed)
-        shape = adapted(shape, config.lora, config.model)
     if not shape.score_head:
         fill = partial(begin_score_head, path=config.model, seed=config.seed)
         shape = replace(shape, score_head=True, tie_embeddings=False)
+    if config.lora.rank:  # whose layers are those of a model with a score head
+        shape = adapted(shape, config.lora, config.model)
     return trained_model(config, shape, world, fill)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from lockstep.train_server.service import Service
 from lockstep.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
+Found = TypeVar("Found")
 API = "/api/v1"
 HOLD_SECONDS = 25.0
 """How long a request for a result that is not there yet is held open: the client gives up after 45."""
@@ -67,11 +68,29 @@ def service_of(request: Request) -> Service:
 
 async def read(request: Request, kind: type[Body]) -> Body:
     """The request's JSON body."""
+    return parse_body(await _read(request), kind)
+
+
+async def _read(request: Request) -> bytes:
     service = service_of(request)
     if service.limits.draining:
         raise shutting_down()
-    data = await watch(request, read_body(request, service.config.max_body_bytes), service.limits, reads_body=True)
-    return parse_body(data, kind)
+    return await watch(request, read_body(request, service.config.max_body_bytes), service.limits, reads_body=True)
+
+
+async def of_model(request: Request, kind: type[Body], work: Callable[[Service, Body], Promise]) -> Response:
+    """Answers a numbered request of a model by its promise: one that fails, if the body is wrong, since later requests
+    wait for its number."""
+    service, data = service_of(request), await _read(request)
+    try:
+        body = parse_body(data, kind)
+    except ApiError as error:
+        try:
+            numbered = parse_body(data, protocol.Numbered)
+        except ApiError:
+            raise error from None
+        return promised(requests.refused(service, numbered, error.message))
+    return promised(work(service, body))
 
 
 def promised(promise: Promise, **more: object) -> Response:
@@ -208,32 +227,27 @@ async def forward_backward(request: Request) -> Response:
 
 @routes.post("/optim_step")
 async def optim_step(request: Request) -> Response:
-    body = await read(request, protocol.OptimStep)
-    return promised(requests.optim_step(service_of(request), body))
+    return await of_model(request, protocol.OptimStep, requests.optim_step)
 
 
 @routes.post("/save_weights")
 async def save_weights(request: Request) -> Response:
-    body = await read(request, protocol.SaveWeights)
-    return promised(requests.save_weights(service_of(request), body))
+    return await of_model(request, protocol.SaveWeights, requests.save_weights)
 
 
 @routes.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> Response:
-    body = await read(request, protocol.SaveForSampler)
-    return promised(requests.save_for_sampler(service_of(request), body))
+    return await of_model(request, protocol.SaveForSampler, requests.save_for_sampler)
 
 
 @routes.post("/save_weights_external")
 async def save_weights_external(request: Request) -> Response:
-    body = await read(request, protocol.SaveExternal)
-    return promised(requests.save_external(service_of(request), body))
+    return await of_model(request, protocol.SaveExternal, requests.save_external)
 
 
 @routes.post("/load_weights")
 async def load_weights(request: Request) -> Response:
-    body = await read(request, protocol.LoadWeights)
-    return promised(requests.load_weights(service_of(request), body))
+    return await of_model(request, protocol.LoadWeights, requests.load_weights)
 
 
 @routes.post("/copy_weights")
@@ -297,7 +311,7 @@ async def retrieve_future(request: Request) -> Response:
     if promise.result is None:
         again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
         return json_response(again, 408, {"x-should-retry": "false"})
-    promise.retrieved = True
+    service.promises.retrieved(promise)
     return _answer(promise.result)
 
 
@@ -309,21 +323,22 @@ async def retrieve_futures(request: Request) -> Response:
     service.sampler(body.target.sampling_session_id)
     for request_id in body.retrieved_request_ids:
         if (promise := service.promises.find(request_id)) is not None:
-            promise.retrieved = True
+            service.promises.retrieved(promise)
     completions = service.promises.completions((body.target.sampling_session_id, body.target.cloned_sampler_id))
     seconds = HOLD_SECONDS if body.timeout is None else min(max(body.timeout, 0.0), HOLD_SECONDS)
-    found = await _held(request, completions.after(body.prev_cursor, seconds), HOLD_SECONDS + 1)
-    return json_response({"completions": found or [], "cursor": completions.last})
+    held = await _held(request, completions.after(body.prev_cursor, seconds), HOLD_SECONDS + 1)
+    found, cursor = held or ([], body.prev_cursor)
+    return json_response({"completions": found, "cursor": cursor})
 
 
 def _answer(result: Result) -> Response:
     return Response(result.body, media_type=result.content_type)
 
 
-async def _held(request: Request, work: Awaitable[object], seconds: float) -> object:
+async def _held(request: Request, work: Awaitable[Found], seconds: float) -> Found | None:
     """What `work` returns, or None after so many seconds; ends at once if the client is gone."""
 
-    async def wait() -> object:
+    async def wait() -> Found | None:
         with suppress(TimeoutError):
             return await asyncio.wait_for(work, seconds)
         return None

@@ -31,6 +31,16 @@ class Datum:
     """The loss's other inputs by name, float32: of the targets' shape, or of a custom loss's own."""
 
     @property
+    def size(self) -> int:
+        """Numbers in its targets and other inputs."""
+        return self.targets.numel() + sum(value.numel() for value in self.inputs.values())
+
+    @property
+    def work(self) -> int:
+        """Rows that the layers or the head compute, whichever are more."""
+        return max(len(self.tokens), self.targets.numel())
+
+    @property
     def per_token(self) -> int:
         """Targets of each token."""
         return self.targets.shape[1] if self.targets.ndim == 2 else 1
@@ -98,19 +108,19 @@ class MicroBatch:
 
 
 def micro_batches(data: Sequence[Datum], loss: Loss, budget: int) -> Iterator[MicroBatch]:
-    """Consecutive data of at most `budget` tokens together; a longer one is alone."""
+    """Consecutive data of at most `budget` tokens together, or targets if these are more; a longer one is alone."""
     part: list[tuple[Datum, int]] = []
     size = 0
     lead: tuple[int | None, list[int]] = None, []
     for datum in data:
         prompt = _prompt(datum, loss)
         shared = prompt[0] if part and prompt == lead and prompt[0] else 0
-        if part and size + len(datum.tokens) - shared > budget:
+        if part and size + datum.work - shared > budget:
             yield _packed(part, loss)
             part, size, shared = [], 0, 0
         lead = lead if shared else prompt
         part.append((datum, shared))
-        size += len(datum.tokens) - shared
+        size += datum.work - shared
     if part:
         yield _packed(part, loss)
 

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool", "bfloat16", "float16")
 }
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-MOST_ELEMENTS = 1 << 24
-"""Of all values of one datum together."""
+MOST_ELEMENTS, MOST_ARGUMENTS = 1 << 22, 64
+"""Numbers in all values of one datum together, and entries of a list."""
 
 
 class GraphLoss:
@@ -104,6 +105,7 @@ class GraphLoss:
                     values[node.name] = next(given)
                     continue
                 args = _decoded(node.args, values)
+                _refuse_large(node.target, args)
                 kwargs = {key: _decoded(value, values) for key, value in node.kwargs.items()}
                 if node.op == "call_method":
                     if not isinstance(args[0], Tensor):
@@ -119,21 +121,21 @@ class GraphLoss:
                 if size > MOST_ELEMENTS:
                     raise UserError(f"its values have {size} numbers up to node {node.name}; at most {MOST_ELEMENTS}")
             loss, metrics = _decoded(self._nodes[-1].args[0], values)
+            return self._scalar(loss), self._numbers(metrics)
         except UserError as error:
             raise UserError(f"the loss {self.name}: {error}") from error
         except Exception as error:  # a client's graph may fail in any way
-            raise UserError(f"the loss {self.name} fails: {type(error).__name__}: {error}") from error
-        return self._scalar(loss), self._numbers(metrics)
+            raise UserError(f"the loss {self.name} fails: {type(error).__name__}: {error!s:.300}") from error
 
     def _scalar(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.is_floating_point() or not loss.isfinite():
             form = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"the loss {self.name} must return a finite scalar tensor; it returned {form}")
+            raise UserError(f"it must return a finite scalar tensor; it returned {form}")
         return loss.float()
 
     def _numbers(self, metrics: Any) -> dict[str, float]:
         if not isinstance(metrics, Mapping) or not all(METRIC.fullmatch(str(key)) for key in metrics):
-            raise UserError(f"the loss {self.name}: metrics must be named custom/NAME:sum or custom/NAME:mean")
+            raise UserError("its metrics must be named custom/NAME:sum or custom/NAME:mean")
         return {key: float(value.detach() if isinstance(value, Tensor) else value) for key, value in metrics.items()}
 
 
@@ -175,6 +177,21 @@ def _decoded(value: Any, values: Mapping[str, Any]) -> Any:
             return torch.device("cpu")
         case _:
             return {kind: _decoded(inner, values)}
+
+
+def _refuse_large(target: str, args: Sequence[Any]) -> None:
+    """Raises UserError for arguments whose result could be large, or is no number, before it is computed."""
+    plain = target.startswith(("operator.", "math.")) and target != "operator.getitem"
+    if plain and not all(isinstance(each, Tensor) or _is_number(each) for each in args):
+        raise UserError(f"{target} is called on what is neither a tensor nor a number")
+    if any(isinstance(each, list | tuple) and len(each) > MOST_ARGUMENTS for each in args):
+        raise UserError(f"{target} has a list of more than {MOST_ARGUMENTS} arguments")
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    with suppress(RuntimeError):  # of shapes that do not match: the call itself says so
+        if math.prod(torch.broadcast_shapes(*(each.shape for each in tensors))) > MOST_ELEMENTS:
+            raise UserError(f"{target} would have more than {MOST_ELEMENTS} numbers")
+    if "matmul" in target and math.prod(each.shape[0] for each in tensors if each.ndim) > MOST_ELEMENTS:
+        raise UserError(f"{target} would have more than {MOST_ELEMENTS} numbers")
 
 
 def _size(value: Any) -> int:

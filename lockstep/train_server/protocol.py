@@ -63,6 +63,15 @@ class OfModel(Strict):
     model_id: str
 
 
+class Numbered(BaseModel):
+    """What every request of a model has, whatever else is in it."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model_id: str
+    seq_id: int
+
+
 class AdamParams(BaseModel):
     """`optim_step`'s settings. The defaults are the client's."""
 
@@ -226,7 +235,7 @@ class LossGraph(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
-    nodes: list[LossNode] = Field(max_length=1024)
+    nodes: list[LossNode] = Field(max_length=256)
 
 
 class CreateLoss(Strict):

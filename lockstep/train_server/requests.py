@@ -16,7 +16,7 @@ from lockstep.generate.server.api_error import too_busy
 from lockstep.train_server.batches import Datum, LossOfData, datum_of, losses_of, micro_batches
 from lockstep.train_server.loss_graph import GraphLoss
 from lockstep.train_server.losses import LOSSES, Loss, loss_named, options_of
-from lockstep.train_server.promises import Promise, Result, message, plain
+from lockstep.train_server.promises import Promise, Result, failure, message, plain
 from lockstep.train_server.protocol import (
     AdamParams,
     CopyWeights,
@@ -25,6 +25,7 @@ from lockstep.train_server.protocol import (
     CreateSampler,
     LoadWeights,
     Lora,
+    Numbered,
     OfModel,
     OptimStep,
     Sample,
@@ -39,6 +40,8 @@ from lockstep.train_server.states import SavedState
 from lockstep.train_server.wire import MESSAGES, batched, parsed
 
 Work = Callable[[], Awaitable[Result]]
+MOST_NUMBERS = 1 << 24
+"""Of a request's targets and other inputs: sparse ones can be many in few bytes."""
 CLONE = 1_000_000_000
 """Sequence numbers of each clone of a sampling client begin at a multiple of it."""
 
@@ -58,6 +61,16 @@ def _in_turn(service: Service, model: Model, number: int, work: Work) -> Promise
     promise = service.promises.make(f"{model.model_id}:{number}", model.session_id)
     model.turns.add(number, promise, work)
     return promise
+
+
+def refused(service: Service, body: Numbered, problem: str) -> Promise:
+    """The promise of a model's request whose body is wrong: its number counts, and later ones do not wait for it."""
+    model = service.model(body.model_id)
+
+    async def work() -> Result:
+        return failure(problem)
+
+    return _in_turn(service, model, body.seq_id, work)
 
 
 def create_model(service: Service, body: CreateModel) -> Promise:
@@ -80,6 +93,8 @@ def unload_model(service: Service, body: OfModel) -> Promise:
     async def work() -> Result:
         service.sessions[model.session_id].models.pop(model.model_id, None)
         model.turns.end()
+        for sampler in model.snapshots:
+            await service.close_sampler(sampler)
         return plain({"type": "unload_model", "model_id": model.model_id})
 
     return _once(service, f"{model.model_id}:unload", model.session_id, work)
@@ -96,7 +111,7 @@ async def forward_backward(service: Service, data: bytes) -> Promise:
             batches, loss_of = await asyncio.to_thread(_prepared, service, model, request)
         except UserError as error:
             if not request.forward_only:
-                model.trained.problem = model.trained.problem or str(error)
+                model.trained.spoil(str(error))
             raise
         outputs = await service.compute(model, batches, loss_of, not request.forward_only)
         return _output(outputs.log_probs, outputs.losses, outputs.metrics)
@@ -117,7 +132,13 @@ def _prepared(service: Service, model: Model, request: Any) -> tuple[list[Any], 
         raise UserError(f"the option {sorted(texts)[0][:60]!r} must be a number")
     if not request.data:
         raise UserError("the request has no data")
-    data = [datum_of(each, number, loss, service.base.config) for number, each in enumerate(request.data)]
+    data: list[Datum] = []
+    size = 0
+    for number, each in enumerate(request.data):
+        data.append(datum_of(each, number, loss, service.base.config))
+        size += data[-1].size
+        if size > MOST_NUMBERS:
+            raise UserError(f"the request has more than {MOST_NUMBERS} targets and other inputs; send less in one call")
     return list(micro_batches(data, loss, service.config.tokens_per_microbatch)), loss_of
 
 
@@ -305,6 +326,9 @@ async def sample_later(service: Service, body: Sample) -> Promise:
     request_id = f"{sampler.sampler_id}:{body.seq_id}"
     if (promise := service.promises.find(request_id)) is not None:
         return promise
+    most = service.limits.max_sequences
+    if body.num_samples > most:
+        raise UserError(f"num_samples is {body.num_samples}; this server runs at most {most} (--max-waiting)")
     if service.limits.sequences + body.num_samples > service.limits.max_sequences:
         raise too_busy(f"{service.limits.sequences} samples are running or waiting; the client sends this one again")
     promise = service.promises.make(request_id, sampler.session_id, (sampler.sampler_id, body.seq_id // CLONE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from lockstep.config import TrainServerConfig
 from lockstep.data import load_tokenizer, with_ends
 from lockstep.data.chat import load_chat_template
 from lockstep.generate.engine import Engine
-from lockstep.generate.server.serve import Server, access_lines, require_address
+from lockstep.generate.server.serve import Server, access_lines, require_address, settle_garbage
 from lockstep.observe import start_line
 from lockstep.train_server.app import create_app
 from lockstep.train_server.service import Service
@@ -41,8 +40,7 @@ def serve(config: TrainServerConfig, folder: Path) -> int:
     states = len(service.states.all())
     logger.info("clients name it %r; %d saved states in %s", service.model_name, states, config.output)
     server = Server(create_app(service), config, service.limits)
-    gc.collect()
-    gc.freeze()
+    settle_garbage()
     with access_lines():
         server.run()
     return 0 if server.started else 1

@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 ALPHA = 32.0
 """Of every adapter: the update is scaled by 32 / rank, as the service that the client was made for does."""
 HEAD = "lm_head"
+MOST_SNAPSHOTS = 16
+"""Of a model, besides saved states."""
 EVERY_SECONDS = 5.0
 """How often sessions and states are looked at for those whose time has passed."""
 
@@ -53,7 +55,8 @@ class Model:
     turns: Turns
     user_metadata: dict[str, Any] | None
     last_request: float = field(default_factory=time.time)
-    snapshots: int = 0
+    snapshots: list[Sampler] = field(default_factory=list)
+    """Sampling sessions with values of it, the one used last at the end."""
 
     def described(self, base_model: str, kind: str, name: str, expires: float | None, metadata: Any) -> SavedState:
         """The description of a state to save."""
@@ -72,7 +75,10 @@ class Sampler:
     session_id: str
     adapter: str = ""
     path: str | None = None
+    model: Model | None = None
+    """Whose snapshot it has, if any."""
     clones: int = 0
+    is_freed: bool = False
 
 
 @dataclass(eq=False)
@@ -131,7 +137,7 @@ class Service:
             raise ApiError(
                 410,
                 f"the session {session_id[:80]} has ended: its client was silent for {self.config.session_seconds:g} "
-                "seconds, or finished it; open a new one and continue from a saved state",
+                "seconds, or finished it; continue from a saved state, with a new ServiceClient",
             )
         raise ApiError(404, self._of_before(f"the session {session_id[:80]}", session_id))
 
@@ -139,7 +145,7 @@ class Service:
         """Why something is not here, and how a client continues."""
         newest = [state.path for state in self.states.all() if state.run.startswith(run) and state.kind == "weights"]
         way = f"continue from its newest saved state, {newest[-1]}" if newest else "it has no saved state; start again"
-        return f"{what} is not on this server, which may have been restarted: {way}, in a new session"
+        return f"{what} is not on this server, which may have been restarted: {way}, with a new ServiceClient"
 
     def model(self, model_id: str) -> Model:
         """Raises ApiError (404, 410) for a model that is not here."""
@@ -193,7 +199,10 @@ class Service:
     def refuse_more_models(self) -> None:
         count = sum(len(session.models) for session in self.sessions.values())
         if count >= self.config.max_models:
-            raise UserError(f"this server has {count} models, its limit; close a client, or raise --max-models")
+            raise UserError(
+                f"this server has {count} models, its limit; those of a ServiceClient are freed by its close(), or "
+                "when its program ends. Or start the server with a larger --max-models"
+            )
 
     async def create_model(self, session: Session, number: int, lora: Lora, metadata: Any, first: int = 1) -> Model:
         """A fresh adapter. first: the number of the model's first request. Raises UserError."""
@@ -207,7 +216,8 @@ class Service:
         trained = await self.in_engine(build)
         lora = lora.model_copy(update={"seed": seed})
         model_id = f"{session.session_id}:train:{number}"
-        model = Model(model_id, session.session_id, trained, lora, Turns(self.promises, first), metadata)
+        turns = Turns(self.promises, first, trained.spoil)
+        model = Model(model_id, session.session_id, trained, lora, turns, metadata)
         session.models[model_id] = model
         return model
 
@@ -240,7 +250,7 @@ class Service:
                 await self.in_engine(lambda _, batch=batch: model.trained.compute(batch, loss_of, backward, outputs))  # type: ignore[misc]
         except Exception as error:
             if backward:
-                model.trained.problem = model.trained.problem or str(error)
+                model.trained.spoil(str(error))
             raise
         return outputs
 
@@ -279,23 +289,35 @@ class Service:
 
     async def open_sampler(self, session: Session, number: int, path: str | None) -> Sampler:
         """A sampling session of the base, or of a saved state. Raises UserError for a path without one."""
-        sampler = Sampler(f"{session.session_id}:sample:{number}", session.session_id, path or "", path)
+        sampler = Sampler(f"{session.session_id}:sample:{number}", session.session_id, path=path)
         if path is not None:
-            _, folder = self.states.find(path)
-            if path not in self.loaded:
-                await self.in_engine(lambda engine: engine.load_adapter(path, self.stored_adapter(folder)))
-            self.loaded[path] = self.loaded.get(path, 0) + 1
+            state, folder = self.states.find(path)
+            name = sampler.adapter = f"{path} of {state.created}"  # one that is overwritten has another name
+            self.loaded[name] = self.loaded.get(name, 0) + 1
+
+            def load(engine: Engine) -> None:
+                if name not in engine.adapters:
+                    engine.load_adapter(name, self.stored_adapter(folder))
+
+            try:
+                await self.in_engine(load)
+            except UserError:
+                await self.close_sampler(sampler)
+                raise
         session.samplers[sampler.sampler_id] = sampler
         return sampler
 
     async def snapshot(self, model: Model, number: int) -> Sampler:
-        """A sampling session with the model's present values, which stay as they are."""
+        """A sampling session with the model's present values, which stay as they are. Of a model's, the one that was
+        unused for the longest time is freed when there are `MOST_SNAPSHOTS`."""
         session = self.session(model.session_id)
-        name = f"{model.model_id}/{model.snapshots}"
-        model.snapshots += 1
+        if len(model.snapshots) >= MOST_SNAPSHOTS:
+            await self.close_sampler(model.snapshots.pop(0))
+        name = f"{model.model_id}/{model.trained.updates}/{number}"
         await self.in_engine(lambda engine: engine.load_adapter(name, model.trained.snapshot()))
-        sampler = Sampler(f"{session.session_id}:sample:{number}", session.session_id, name)
+        sampler = Sampler(f"{session.session_id}:sample:{number}", session.session_id, name, model=model)
         session.samplers[sampler.sampler_id] = sampler
+        model.snapshots.append(sampler)
         return sampler
 
     async def publish(self, model: Model, number: int) -> Sampler:
@@ -319,14 +341,14 @@ class Service:
 
     async def close_sampler(self, sampler: Sampler) -> None:
         """Frees its adapter, unless others have it."""
-        if not sampler.adapter:
+        name, sampler.is_freed = sampler.adapter, True
+        if not name:
             return
-        if sampler.path is not None:
-            self.loaded[sampler.path] -= 1
-            if self.loaded[sampler.path]:
+        if name in self.loaded:
+            self.loaded[name] -= 1
+            if self.loaded[name]:
                 return
-            del self.loaded[sampler.path]
-        name = sampler.adapter
+            del self.loaded[name]
         await self.in_engine(lambda engine: engine.unload_adapter(name) if name in engine.adapters else None)
 
     def sampler(self, sampler_id: str) -> Sampler:
@@ -334,7 +356,15 @@ class Service:
         session = self.session(sampler_id.partition(":")[0])
         if sampler_id not in session.samplers:
             raise ApiError(404, f"there is no sampling session {sampler_id[:80]}; create one")
-        return session.samplers[sampler_id]
+        sampler = session.samplers[sampler_id]
+        if sampler.is_freed:
+            raise UserError(
+                f"the values of this sampling client are freed: its model has made {MOST_SNAPSHOTS} others that were "
+                "used later. Keep values with save_weights_for_sampler, and sample from that path"
+            )
+        if sampler.model is not None:  # the one used last is freed last
+            sampler.model.snapshots.sort(key=lambda each: each is sampler)
+        return sampler
 
 
 def summed(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lockstep.checkpoint.manifest import MANIFEST, damage, sync_folder, write_manifest
 from lockstep.errors import UserError
 
@@ -120,7 +122,11 @@ class States:
 
         Raises UserError for a name that is taken, or if there is no room.
         """
-        parse_path(state.path)
+        if not NAME.fullmatch(state.name):
+            raise UserError(
+                f"{state.name[:200]!r} cannot be a state's name: give up to 128 letters, digits, '.', '_' and '-', not "
+                "beginning with '.' or '-'"
+            )
         place = self._place(state)
         if state.path in self._known and not overwrite:
             raise UserError(f"{state.path} exists; choose another name, or save with overwrite=True")
@@ -139,10 +145,8 @@ class States:
             (unfinished / DESCRIPTION).write_text(json.dumps(asdict(state), indent=1) + "\n")
             write_manifest(unfinished, [])
             self._move(unfinished, place)
-        except OSError as error:
-            raise UserError(
-                f"{state.path} cannot be saved ({error.strerror or error}); make room on the disk"
-            ) from error
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{state.path} cannot be saved ({error}); make room on the server's disk") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         self._known[state.path] = state

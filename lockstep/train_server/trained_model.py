@@ -61,6 +61,10 @@ class TrainedModel:
         outputs.losses += losses.detach().flatten().tolist()
         outputs.metrics += metrics
 
+    def spoil(self, problem: str) -> None:
+        """The gradients lack something that the client has sent: the next update fails, and drops them."""
+        self.problem = self.problem or problem
+
     def update(self, params: AdamParams) -> dict[str, float]:
         """AdamW with the gradients so far, which it clears; returns metrics.
 

@@ -47,8 +47,8 @@ STOP, LENGTH = 0, 1
 """Why a sequence ended."""
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
-MOST_ELEMENTS = 1 << 28
-"""Of a sparse tensor written out: it may name any shape in a few bytes."""
+MOST_ELEMENTS, MOST_SIZES = 1 << 20, 4
+"""Of a sparse tensor written out, which may name any shape in a few bytes; and sizes of a shape."""
 _KINDS = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {"bytes": "TYPE_BYTES", "string": "TYPE_STRING", "int32": "TYPE_INT32", "int64": "TYPE_INT64"}
 _SCALARS |= {"uint32": "TYPE_UINT32", "double": "TYPE_DOUBLE", "bool": "TYPE_BOOL"}
@@ -106,8 +106,8 @@ def tensor_of(message: Any, name: str) -> Tensor:
     sparse = message.sparse_csr if message.HasField("sparse_csr") else None
     values = _numbers(message.dense if sparse is None else sparse.values, NUMPY[message.dtype], name)
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape):
-        raise UserError(f"{name} has the shape {list(shape)}; sizes cannot be negative")
+    if len(shape) > MOST_SIZES or any(not 0 <= size <= MOST_ELEMENTS for size in shape):
+        raise UserError(f"{name} has a shape of {len(shape)} sizes; send up to {MOST_SIZES}, of 0 to {MOST_ELEMENTS}")
     if sparse is not None:
         return _written_out(values, sparse, shape, name)
     shape = shape or (len(values),)

@@ -7,9 +7,19 @@ import pytest
 from lockstep.cli import COMMANDS, main
 from lockstep.commands.option_names import options_of
 from lockstep.commands.short_help import SHORT
-from lockstep.config import DPOConfig, EvalConfig, PretrainConfig, RewardModelConfig, RLConfig, ServeConfig, SFTConfig
+from lockstep.config import (
+    DPOConfig,
+    EvalConfig,
+    PretrainConfig,
+    RewardModelConfig,
+    RLConfig,
+    ServeConfig,
+    SFTConfig,
+    TrainServerConfig,
+)
 
-KINDS = dict(zip(SHORT, (PretrainConfig, SFTConfig, DPOConfig, RewardModelConfig, RLConfig, ServeConfig, EvalConfig)))
+RUNS = (PretrainConfig, SFTConfig, DPOConfig, RewardModelConfig, RLConfig)
+KINDS = dict(zip(SHORT, (*RUNS, ServeConfig, TrainServerConfig, EvalConfig)))
 
 
 @pytest.fixture

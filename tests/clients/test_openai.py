@@ -28,12 +28,12 @@ def test_forced_calls_and_content_of_random_weights_have_their_types(sampling, r
     assert isinstance(found["report"]["sure"], bool)
     refused = found["refused"]
     assert "other kinds of tools are not supported" in refused["custom tools"]
-    assert "content must be a string, or a list of parts of type text" in refused["pictures"]
+    assert "type must be text: other parts are not supported here" in refused["pictures"]
     named = {
-        "effort": "reasoning_effort",
         "sound": "audio",
         "web search": "web_search_options",
         "prediction": "prediction",
     }
     for name, field in named.items():
         assert f"{field} is not supported" in refused[name]
+    assert "reasoning_effort: this model's chat template has no way to ask for 'low'" in refused["effort"]

@@ -14,6 +14,8 @@ from lockstep.data import StreamDecoder, load_tokenizer
 from lockstep.data.chat import ChatTemplate
 from lockstep.data.messages import call_layout
 from lockstep.data.replies import ReplyReader, ToolCall, parse_calls, read_reply, reply_form, tool_format
+from lockstep.generate.server.call_rules import Tool
+from lockstep.generate.server.reply_grammar import CallRule, reply_grammar
 from tests.data.call_templates import CALL_FAMILIES, PARAMETERS, call_template, write_call_family
 
 
@@ -196,6 +198,37 @@ def test_any_reply_is_read_the_same_whole_and_as_it_comes(tokenizers, data, name
     marks = list(reply_form(tokenizers[name], call_template(name), True).ids.values())
     parts = data.draw(st.lists(st.sampled_from(texts + marks), max_size=16))
     both(tokenizers[name], name, "", parts)
+
+
+def test_mistrals_reasoning_is_between_special_tokens_of_its_own(tmp_path, bpe_tokenizer):
+    write_call_family(tmp_path, "mistral_args", bpe_tokenizer)
+    place = tmp_path / "tokenizer_config.json"
+    settings = json.loads(place.read_text())
+    first = max(map(int, settings["added_tokens_decoder"])) + 1
+    for number, name in enumerate(("[THINK]", "[/THINK]"), first):
+        settings["added_tokens_decoder"][str(number)] = {"content": name, "special": True, "normalized": False}
+    place.write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    call = '[TOOL_CALLS]search[ARGS]{"query": "rain"}'
+    for begin, prompt, said in (
+        ("[THINK]", "[/INST]", "It rains."),
+        ("", "[/INST][THINK]", ""),
+        ("", "[/INST]", "No."),
+    ):
+        reasoning = "I look." if begin or prompt.endswith("[THINK]") else ""
+        text = f"{begin}{reasoning}{'[/THINK]' if reasoning else ''}{said}{call}</s>"
+        form = reply_form(tokenizer, call_template("mistral_args"), tools=True)
+        tokens, before = tokenizer.encode(text), tokenizer.encode(prompt)
+        whole = read_reply(form, tokenizer, tokens, before, {tokenizer.eos_id})
+        assert (whole.reasoning, whole.content) == (reasoning, said)
+        assert whole.calls == (ToolCall("search", {"query": "rain"}),)
+        reader = ReplyReader(form, StreamDecoder(tokenizer), before)
+        pieces = [piece for token in tokens for piece in reader.push(token)] + reader.finish()
+        assert "".join(piece.text for piece in pieces if piece.section == "reasoning") == reasoning
+        assert reader.parts().content == said
+    grammar = reply_grammar(form, "", None, CallRule([(Tool("search"), True)], True, False))
+    marks = [f"<[{first + number}]>" for number in range(2)]
+    assert all(mark in grammar for mark in marks) and "<think>" not in grammar
 
 
 @pytest.mark.parametrize("name", CALL_FAMILIES)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lockstep import Engine, EngineConfig, SamplingParams, load_model, save_model, score
 from lockstep.config import PrecisionConfig, RecomputeConfig
 from lockstep.errors import UserError
+from lockstep.generate import draws
 from lockstep.generate.drafts.model import ModelDraft
 from lockstep.model import PRESETS, build_model, lora_of, preset, save_adapter
 from lockstep.model.adapted_rows import AdaptedRows, adapted
@@ -28,13 +29,19 @@ from tests.generate.engines import SHAPE, all_pages_are_free, drawn_load, finish
 from tests.generate.test_drafts import SPOILS, Oracle
 
 TARGETS = {
-    "all": (4, ("*_proj",)),
+    "all": (4, ("*_proj", "lm_head")),
     "attention": (1, ("q_proj", "v_proj")),
     "mlp": (8, ("mlp.*",)),
     "last": (3, ("layers.1.*",)),
+    "head": (5, ("lm_head",)),
 }
 """Rank and layers of each adapter."""
-SHAPES = {"plain": SHAPE, "fused": replace(SHAPE, family="phi3", qk_norm="none", fused=("qkv_proj", "gate_up_proj"))}
+SHAPES = {
+    "plain": SHAPE,
+    "fused": replace(SHAPE, family="phi3", qk_norm="none", fused=("qkv_proj", "gate_up_proj"), tie_embeddings=False),
+    "capped": replace(preset("gemma3:micro", SHAPE.vocab_size), logits_softcap=0.5, max_positions=600),
+}
+"""With a tied head but one."""
 
 
 def _moved(adapter, seed):
@@ -57,7 +64,7 @@ def folders(tmp_path_factory):
         save_model(base, folder / "base")
         found = {"": folder / "base"}
         for number, (name, (rank, targets)) in enumerate(TARGETS.items()):
-            targets = [t for t in targets if shape == "plain" or t not in ("q_proj", "v_proj")] or ["qkv_proj"]
+            targets = [t for t in targets if shape != "fused" or t not in ("q_proj", "v_proj")] or ["qkv_proj"]
             adapter = _moved(build_adapter(base, lora_of(base.config, rank, 8.0, targets), number), number)
             save_adapter(adapter, folder / name, folder / "base")
             found[name] = folder / name
@@ -113,6 +120,7 @@ def _require_bits(built, prompts, params, groups):
         ("plain", "float32", "none"),
         ("plain", "bfloat16", "none"),
         ("fused", "bfloat16", "none"),
+        ("capped", "float32", "none"),
         ("plain", "float32", "int8"),
         ("plain", "bfloat16", "int4"),
     ],
@@ -158,6 +166,45 @@ def test_every_familys_layers_can_have_adapters_of_some_rows(family):
     params = [SamplingParams(max_tokens=3, seed=1, adapter=name) for name in names]
     built = {"": base, "it": _moved(whole, 1)}
     _require_bits(built, prompts, params, engine.generate(prompts, params))
+
+
+@pytest.mark.parametrize("shape", ["fused", "capped"])
+def test_the_log_probabilities_of_prompts_are_those_of_their_adapter(models, shape, monkeypatch):
+    monkeypatch.setattr(draws, "LOGITS_ELEMENTS", 5 * SHAPE.vocab_size)
+    base, adapters, built = models(shape, "bfloat16")
+    names = ["all", "", "head", "mlp"]
+    prompts = [[(7 * place + number) % 60 for place in range(4 * number + 3)] for number in range(len(names))]
+    params = [SamplingParams(max_tokens=2, seed=1, adapter=name, prompt_logprobs=2, top_logprobs=2) for name in names]
+    engine = _engine(base, adapters, EngineConfig(max_sequences=5, cache_tokens=1024, max_tokens_per_step=11))
+    requests = {engine.add(prompt, each): place for place, (prompt, each) in enumerate(zip(prompts, params))}
+    found = {}
+    while engine.has_work:
+        for event in engine.step():
+            place = requests[event.request_id]
+            model, text = built[names[place]], found.setdefault(place, list(prompts[place]))
+            if (scores := event.prompt_scores) is not None:
+                assert torch.equal(torch.tensor(scores.logprobs), score(model, [prompts[place]])[0])
+                for end, likeliest in enumerate(scores.top_logprobs, 1):
+                    assert all(p == float(score(model, [[*text[:end], t]])[0][-1]) for t, p in likeliest)
+            assert all(p == float(score(model, [[*text, t]])[0][-1]) for t, p in event.top_logprobs)
+            text.append(event.token_id)
+    assert len(found) == len(names)
+
+
+def test_rows_of_one_training_row_have_their_own_adapters(models):
+    base, adapters, built = models("capped", "bfloat16")
+    names = ["all", "", "head", "mlp"]
+    texts = [[(5 * place + number) % 60 for place in range(6 + number)] for number in range(len(names))]
+    firsts = [sum(map(len, texts[:number])) for number in range(len(names))]
+    rows = [
+        AdaptedRows(adapters[name], torch.arange(first, first + len(text)))
+        for name, text, first in zip(names, texts, firsts)
+        if name
+    ]
+    with adapted(rows):
+        found = score(base, texts, 0.7)
+    for name, text, scores in zip(names, texts, found):
+        assert torch.equal(scores, score(built[name], [text], 0.7)[0]), name
 
 
 def test_rows_of_drafts_have_their_sequences_adapter(models):
@@ -314,6 +361,8 @@ def test_what_cannot_have_adapters_refuses_them_by_name(models, folders):
         _engine(compiled, {"all": adapter})
     with adapted([AdaptedRows(adapter, torch.tensor([0, 99]))]), pytest.raises(ValueError, match="has a row outside"):
         score(base, [[1, 2, 3]])
+    with adapted([AdaptedRows(adapter, torch.tensor([0, 9]))]), pytest.raises(ValueError, match="outside of the 2"):
+        base.logits(torch.zeros(2, SHAPE.dim))
     with adapted([AdaptedRows(adapter)]), pytest.raises(UserError, match=r"compile\.backend"):
         score(compiled, [[1, 2, 3]])
 

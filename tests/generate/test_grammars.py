@@ -57,6 +57,17 @@ def _bytes_of(tokenizer, token):
     return tokenizer.decode([token]).encode()
 
 
+def test_a_property_cannot_be_written_again_under_an_escaped_name(engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text, fits in [
+        (r'{"a": 1, "\u0061": "x"}', False),
+        (r'{"a": 1, "\"\n\t": "\r\f\b\\"}', True),
+        ('{"a": 1, "é": "/"}', True),
+    ]:
+        matcher = engine.grammars.matcher(json_grammar(schema))
+        assert all(map(matcher.accept, engine.tokenizer.encode(text))) is fits, text
+
+
 @pytest.mark.parametrize("pattern", ["(ab|ba|aab)*c", "[ab]{2,5}", "sel(f|ves)?"])
 def test_the_mask_is_that_of_trying_every_token(engine, pattern):
     """A token is allowed if some text of the language begins with what it adds; here the languages are small."""
@@ -158,8 +169,8 @@ def test_the_mask_of_any_part_of_the_vocabulary_is_its_part_of_the_whole(engine)
 
 def test_a_state_that_fails_ends_its_request_and_no_other(engine, monkeypatch):
     class Broken(Matcher):
-        def __init__(self, state, where):
-            super().__init__(state)
+        def __init__(self, compiled, where):
+            super().__init__(compiled)
             self.where, self.steps = where, 0
 
         def accept(self, token):
@@ -176,7 +187,7 @@ def test_a_state_that_fails_ends_its_request_and_no_other(engine, monkeypatch):
         own = Grammars.matcher
         with monkeypatch.context() as patch:
             patch.setattr(
-                Grammars, "matcher", lambda self, text, where=where, own=own: Broken(own(self, text)._state, where)
+                Grammars, "matcher", lambda self, text, where=where, own=own: Broken(own(self, text)._compiled, where)
             )
             broken = engine.add([3], SamplingParams(max_tokens=30, seed=1, n=2, grammar=grammar))
         other = engine.add([4], SamplingParams(max_tokens=24, seed=1, grammar=grammar))
@@ -190,7 +201,7 @@ def test_a_state_that_fails_ends_its_request_and_no_other(engine, monkeypatch):
         assert all_pages_are_free(engine)
         with monkeypatch.context() as patch, pytest.raises(UserError, match=f"prompt 0: .*{said}"):
             patch.setattr(
-                Grammars, "matcher", lambda self, text, where=where, own=own: Broken(own(self, text)._state, where)
+                Grammars, "matcher", lambda self, text, where=where, own=own: Broken(own(self, text)._compiled, where)
             )
             engine.generate([[3]], SamplingParams(max_tokens=30, seed=1, grammar=grammar))
 
@@ -270,3 +281,45 @@ def test_compiled_grammars_are_kept_up_to_a_limit(engine, monkeypatch):
     assert first.accept(engine.tokenizer.encode("a")[0])
     mask = _mask(second, engine.model.config.vocab_size)
     assert mask[engine.tokenizer.encode("a")[0]]  # the other's state is its own
+
+
+def test_kept_grammars_are_limited_in_the_processor_time_that_they_have_taken(engine, monkeypatch):
+    """Time bounds their memory, and that of their automata, which grow with use."""
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(grammars_module.time, "thread_time", lambda: next(seconds))  # each measured call takes one
+    monkeypatch.setattr(grammars_module, "SECONDS_KEPT", 3)
+    own = Grammars(engine.tokenizer, engine.model.config.vocab_size, [engine.tokenizer.eos_id])
+    texts = [regex_grammar(text) for text in "abcd"]
+    for text in texts:
+        own.compile(text)
+    assert list(own._compiled) == texts[1:]
+    used = own.matcher(texts[1])
+    for _ in range(2):
+        _mask(used, engine.model.config.vocab_size)
+    assert used.seconds == 2 and sum(each.seconds for each in own._compiled.values()) == 5
+    own.compile(texts[0])
+    assert list(own._compiled) == [texts[0]]  # the one that was used has taken three by itself
+
+
+def test_a_grammar_that_has_failed_a_sample_is_compiled_again_and_says_so_on_one_line(engine, monkeypatch):
+    """The samples of a compiled grammar share its automaton, whose limits fail all of them at once."""
+    monkeypatch.setattr(grammars_module, "MOST_STATES", 60)
+    params = SamplingParams(max_tokens=200, seed=1, grammar=regex_grammar("[ab]{200}"))
+    for _ in range(2):
+        request = engine.add([3], params)
+        events = []
+        while engine.has_work:
+            events += engine.step()
+        assert len(events) > 10 and events[-1].request_id == request
+        assert events[-1].finish_reason == "error" and "too many" in events[-1].problem
+        assert not {"\n", "<"} & set(events[-1].problem)
+
+
+def test_a_free_automaton_is_smaller_than_those_of_schemas(engine):
+    grammars = Grammars(engine.tokenizer, engine.model.config.vocab_size, [engine.tokenizer.eos_id])
+    doubled = lark_grammar("start: A13\nA0: /x?/\n" + "\n".join(f"A{n + 1}: A{n} A{n}" for n in range(13)))
+    for grammar in (doubled, regex_grammar("x*" * 9000)):
+        with pytest.raises(UserError, match="too big"):
+            grammars.compile(grammar, free=grammar)
+    assert not grammars._compiled
+    grammars.compile(json_grammar({"enum": [f"a rather long value {n}" for n in range(2000)]}))

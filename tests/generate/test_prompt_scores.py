@@ -86,7 +86,7 @@ def test_they_are_the_trainers_in_any_batch(options):
 def test_logits_of_a_long_prompt_are_computed_in_slices(monkeypatch):
     monkeypatch.setattr(draws, "LOGITS_ELEMENTS", 3 * VOCAB)
     rows, own = [], type(MODEL).logits
-    monkeypatch.setattr(type(MODEL), "logits", lambda self, hidden: rows.append(len(hidden)) or own(self, hidden))
+    monkeypatch.setattr(type(MODEL), "logits", lambda self, hidden, of: rows.append(len(hidden)) or own(self, hidden))
     prompt = [(7 * i) % VOCAB for i in range(50)]
     (events,) = _run(_engine(), [prompt], [SamplingParams(max_tokens=1, prompt_logprobs=0)])
     assert max(rows) == 3

@@ -17,6 +17,7 @@ from lockstep.config import (
 from lockstep.data import divide_step
 from lockstep.errors import UserError
 from lockstep.model import preset
+from lockstep.model.config import Lora
 from lockstep.parallel import open_world
 from lockstep.parallel.pipeline_schedule import PipelinePlan, split_layers
 from lockstep.parallel.refusals import refuse_impossible
@@ -156,6 +157,7 @@ NO_KEYS = {"num_heads": 16, "num_kv_heads": 1}
         ({"tensor": 2}, {"precision": Precision("mxfp8")}, "tensor 2 does not work with precision.linear mxfp8"),
         ({"tensor": 2}, {"model": "phi3:micro"}, "does not work with fused projections (qkv_proj, gate_up_proj)"),
         ({"context": 2}, {"model": "qwen3_moe:micro"}, "parallel.context 2 only works for dense models so far"),
+        ({"context": 2}, {"lora": Lora(4, 8.0, ("lm_head",))}, "does not work with an adapter of the head yet"),
         ({}, NO_KEYS | {"head_dim": 6, "reduction_chunks": 4}, "not divide the 6 features of this model's keys"),
         ({}, NO_KEYS | {"head_dim": 20, "reduction_chunks": 4}, "not divide the 20 features of this model's keys"),
         ({"tensor": 4}, NO_KEYS | {"head_dim": 4, "reduction_chunks": 8}, "not divide the 4 features of this model's"),

@@ -1,5 +1,6 @@
 """Damaged requests and files, by fixed seeds: a tenth of what `make test-security` tries."""
 
+import copy
 import json
 import random
 import shutil
@@ -14,36 +15,71 @@ from lockstep.config import EngineConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.server.anthropic_bodies import MessagesRequest
+from lockstep.generate.server.app import routes
 from lockstep.generate.server.keys import ADMIN_ROUTES
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.generate.server.responses_body import ResponsesRequest
-from lockstep.model import load_weights, preset
+from lockstep.model import load_weights, lora_of, preset, save_adapter
+from lockstep.model.adapters import build_adapter
 from tests.server.conftest import Running, running_server
 
 REQUESTS = [500, pytest.param(20_000, marks=pytest.mark.slow)]
 FILES = [50, pytest.param(2_000, marks=pytest.mark.slow)]
 
+# With the format of Qwen3's calls, but no word of it in the prompt, which has to be short.
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for m in messages %}{{ m.content }}{{ m.reasoning_content }}{{ '<think></think>' if enable_thinking is false }}
+{%- for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}
+{%- endfor %}
+{%- if never %}<tool_call>{"name": "", "arguments": {}}</tool_call>{% endif %}"""
 TURNS = [
     {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "1", "is_error": True}]},
 ]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+STRICT = {"name": "f", "description": "", "parameters": SCHEMA, "strict": True}
+TOOL = {"type": "function", "function": STRICT}
+CALLS = [
+    {"role": "developer", "content": "x"},
+    {"role": "assistant", "content": None, "reasoning_content": "y", "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}}]},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "1"}]},
+]  # fmt: skip
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "y"}]},
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "1"},
+]
+FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 BODIES = [
     ("/v1/completions", {"prompt": "abc", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}),
     ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 1, "n": 2, "stream": True, "logprobs": 3}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "stop": ["x", "y"], "return_token_ids": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "top_k": 3}),
     ("/v1/completions", {"prompt": "a b", "max_tokens": 0, "echo": True, "logprobs": 2, "truncate_prompt_tokens": -1}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 3, "n": 1, "best_of": 2, "prompt_logprobs": 1, "min_tokens": 1}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 3, "logit_bias": {"3": 1.5}, "repetition_penalty": 1.1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "[a-z]{1,9}x"}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "structured_outputs": {"grammar": 'start: /a+/ b?\nb: "b"'}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "top_k": 3}),
+    ("/v1/chat/completions", {"messages": CALLS, "tools": [TOOL], "tool_choice": "required", "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": CALLS, "tools": [TOOL], "stream": True, "reasoning_effort": "none"}),
+    (
+        "/v1/chat/completions",
+        {"messages": CALLS[:1], "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": FORMAT}},
+    ),
     (
         "/v1/responses",
         {"input": "hi", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "user": "x"},
     ),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "stream": True}),
+    ("/v1/responses", {"input": ITEMS[:1], "stream": True}),
     ("/v1/responses", {"input": [], "instructions": "x", "text": {"format": {"type": "text"}}, "store": True}),
+    ("/v1/responses", {"input": ITEMS, "tools": [{"type": "function"} | STRICT], "reasoning": {"effort": "medium"}}),
+    ("/v1/responses", {"input": ITEMS[:1], "text": {"format": FORMAT}, "max_output_tokens": 2, "metadata": {"a": "b"}}),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_x"}),
     ("/v1/responses/resp_x", {}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stop_sequences": ["x"]}),
     (
@@ -67,10 +103,15 @@ BODIES = [
     ("/tokenize", {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/admin/weights", {"path": "/nowhere", "version": 3}),
+    ("/admin/model", {}),
     ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
-    ("/v1/unload_lora_adapter", {"lora_name": "x"}),
+    ("/v1/load_lora_adapter", {"lora_name": "adapter", "lora_path": "adapter"}),
+    ("/v1/unload_lora_adapter", {"lora_name": "adapter"}),
+    ("/", {}),
     ("/health", {}),
+    ("/openapi.json", {}),
     ("/metrics", {}),
+    ("/v1/models", {}),
     ("/v1/models/x", {}),
 ]
 KINDS = (CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest)
@@ -101,16 +142,26 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
+def places(value: object) -> list[tuple[dict | list, object]]:
+    """Each value within a value, as what contains it and its key there."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, inner in pairs for place in [(value, key), *places(inner)]]
+
+
 def request(seed: int) -> bytes:
     draw = random.Random(seed)
     path, body = draw.choice(BODIES)
-    body = dict(body)
+    body = copy.deepcopy(body)
     for _ in range(draw.randint(0, 2)):
-        body[draw.choice([*FIELDS, *body])] = draw.choice(JUNK)
+        if within := draw.random() < 0.4 and places(body):
+            container, key = draw.choice(within)
+            container[key] = draw.choice(JUNK)
+        else:
+            body[draw.choice([*FIELDS, *body])] = draw.choice(JUNK)
     content = json.dumps(body).encode()
     if draw.random() < 0.4:
         content = damaged(content, draw)
-    method = "GET" if not body and draw.random() < 0.9 else "POST"
+    method = draw.choice(["GET", "GET", "GET", "DELETE", "POST"]) if not body else "POST"
     key = "Authorization: Bearer secret\r\n" if path.startswith("/admin") or path in ADMIN_ROUTES else ""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}"
@@ -138,16 +189,29 @@ def folder(tmp_path_factory, bpe_tokenizer):
     folder = tmp_path_factory.mktemp("small")
     config = preset("qwen3:micro", bpe_tokenizer.vocab_size, (bpe_tokenizer.eos_id,))
     shape = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
-    save_model(build_model(type(config)(**{**vars(config), **shape, "max_positions": 64}), "float32", seed=1), folder)
+    save_model(build_model(type(config)(**{**vars(config), **shape, "max_positions": 128}), "float32", seed=1), folder)
     bpe_tokenizer.save(folder)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
+@pytest.fixture(scope="module")
+def adapters(folder):
+    """A folder with an adapter."""
+    home, base = folder.parent / "adapters", load_model(folder)
+    save_adapter(build_adapter(base, lora_of(base.config, 2, 4.0, ("*_proj",)), 0), home / "adapter", folder)
+    return home
+
+
+def test_the_bodies_are_of_every_route():
+    unreached = [route.path for route in routes.routes if not any(route.path_regex.match(path) for path, _ in BODIES)]
+    assert not unreached
+
+
 @pytest.mark.parametrize("count", REQUESTS)
-def test_no_request_breaks_the_server_or_holds_it_up(folder, count):
+def test_no_request_breaks_the_server_or_holds_it_up(folder, adapters, count):
     engine = EngineConfig(max_tokens_per_step=256, max_sequences=32, cache_tokens=8192)
-    options = dict(engine=engine, admin_key="secret", lora_folder=str(folder), client_seconds=0.5, max_prompt_tokens=40)
+    options = dict(engine=engine, admin_key="secret", lora_folder=str(adapters), client_seconds=0.5)
     with running_server(folder, **options) as running:
         expected = running.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"]
         with ThreadPoolExecutor(16) as pool:

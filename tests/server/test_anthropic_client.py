@@ -236,7 +236,8 @@ def test_thinking_is_the_templates_switch_or_no_change_or_refused(serving, think
     low = message_tokens(oss, monkeypatch, ASK, output_config={"effort": "low"})
     assert low == chat_tokens(oss, ASK, chat_template_kwargs={"reasoning_effort": "low"}) != chat_tokens(oss, ASK)
     create(llama, output_config={"effort": "high"}, max_tokens=1)
-    assert "output_config.effort is not read" in refused(llama, output_config={"effort": "low"})["message"]
+    message = refused(llama, output_config={"effort": "low"})["message"]
+    assert "output_config.effort: this model's chat template has no way to ask for 'low'" in message
 
 
 def test_calls_are_blocks_and_a_stream_has_the_same_ones(serving, say):
@@ -368,7 +369,7 @@ def test_async_clients_stream_too(thinking):
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "name": "b"}]}]}, "name is not of a block of type text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "citations": [1]}]}]}, "citations is not supported here"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "no tool_use before it"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "answers no call before it"),
         ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "server_tool_use", "id": "x"}]}, *ASK]}, "'server_tool_use'"),
         ({"messages": [*ASK, {"role": "assistant", "content": [called(f"t{n}") for n in range(1025)]}, *ASK]}, "1025 calls in one turn"),
         ({"messages": [*ASK, {"role": "assistant", "content": "I"}]}, "which would be continued"),
@@ -381,6 +382,13 @@ def test_async_clients_stream_too(thinking):
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema has the type 'string'"),
         ({"tools": [SEARCH, SEARCH]}, "2 tools have the name 'search'"),
         ({"tools": [LOOK_UP] * 1025}, "tools must be a list of up to 1024 tools"),
+        ({"tools": [None]}, "tools.0: Input should be an object"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice requires a call, but there are no tools"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type is missing"),
+        ({"system": [{"text": "x"}]}, "system.0.type is missing"),
+        ({"stop": ["x"]}, "stop is not supported here; send stop_sequences"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is not supported here; send thinking"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported here; send output_config"),
         ({"tools": [{**SEARCH, "defer_loading": True}]}, "tools.0.defer_loading is not supported here"),
         ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "tool_choice.type must be auto, any, tool or none"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has a name if and only if"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import jsonschema
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from lockstep.data import load_tokenizer
 from lockstep.data.replies import PLAIN, read_reply, reply_form
+from lockstep.errors import UserError
 from lockstep.generate.grammars import Grammars
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.reply_grammar import CallRule, ContentRule, reply_grammar
@@ -206,3 +208,177 @@ def test_content_or_calls_with_both(families):
     ]:
         matcher = grammars.matcher(grammar)
         assert all(map(matcher.accept, tokenizer.encode(text))) is fits, text
+
+
+COLORS = {"C": {"enum": ["red", "green"], "type": "string"}, "U": {"type": "string"}}
+NULL, INTEGER, STRING = {"type": "null"}, {"type": "integer"}, {"type": "string"}
+UNFIT = "unfit"
+TAGGED = ["qwen3_5_think", "glm4moe"]
+
+
+def of(value, **rest):
+    """The schema of one argument."""
+    return {"type": "object", "properties": {"c": value}, "required": ["c"], **rest}
+
+
+def argument(families, name, schema, text):
+    """What a call with a text as its argument `c` is read as; UNFIT if the grammar does not allow it."""
+    tokenizer, _, grammars = families[name]
+    tool = Tool("f", "", schema, strict=True)
+    form = reply_form(tokenizer, call_template(name), True).with_tools([tool.described()])
+    matcher = grammars.matcher(reply_grammar(form, "", None, CallRule([(tool, True)], required=True, many=False)))
+    if name == "glm4moe":
+        call = f"f\n<arg_key>c</arg_key>\n<arg_value>{text}</arg_value>\n"
+    else:
+        call = f"\n<function=f>\n<parameter=c>\n{text}\n</parameter>\n</function>\n"
+    tokens = [*tokenizer.encode(f"<tool_call>{call}</tool_call>"), tokenizer.eos_id]
+    if not all(map(matcher.accept, tokens)):
+        return UNFIT
+    (read,) = read_reply(form, tokenizer, tokens, (), {tokenizer.eos_id}).calls
+    assert not read.problem and jsonschema.Draft202012Validator(schema).is_valid(dict(read.arguments)), read
+    return read.arguments["c"]
+
+
+ARGUMENTS = {
+    "optional choice": ({"anyOf": [COLORS["C"], NULL]}, {"red": "red", "null": None, "blue": UNFIT}),
+    "optional pattern": (
+        {"anyOf": [{"type": "string", "pattern": "^[a-z]{2}$"}, NULL]},
+        {"no": "no", "null": None, "NO1": UNFIT, "xno": UNFIT},
+    ),
+    "optional length": (
+        {"anyOf": [{"type": "string", "maxLength": 2}, NULL]},
+        {"ab": "ab", "null": None, "abc": UNFIT},
+    ),
+    "optional date": (
+        {"anyOf": [{"type": "string", "format": "date"}, NULL]},
+        {"2024-02-29": "2024-02-29", "null": None, "2024-13-01": UNFIT, "2024-04-31": UNFIT, "soon": UNFIT},
+    ),
+    "optional integer": ({"anyOf": [INTEGER, NULL]}, {"3": 3, "null": None, "x": UNFIT}),
+    "optional string": ({"anyOf": [STRING, NULL]}, {"a\nb": "a\nb", "null": None, "3": "3"}),
+    "any": ({}, {"x": "x", "3": 3, "null": None}),
+    "string or list": ({"anyOf": [STRING, {"type": "array", "items": {}}]}, {"x": "x", "[1]": [1]}),
+    "allOf": ({"allOf": [{"$ref": "#/$defs/C"}], "default": "red"}, {"red": "red", "blue": UNFIT}),
+    "$ref": ({"$ref": "#/$defs/U", "maxLength": 2, "description": "d"}, {"ab": "ab", "abc": UNFIT}),
+    "choice or number": (
+        {"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1000}]},
+        {"auto": "auto", "1000": 1000, "5": UNFIT, "aut": UNFIT},
+    ),
+    "choice or boolean": (
+        {"anyOf": [{"type": "boolean"}, {"enum": ["auto"]}]},
+        {"true": True, "auto": "auto", "x": UNFIT},
+    ),
+    "choice or list": (
+        {"oneOf": [{"enum": ["all"]}, {"type": "array", "items": {"$ref": "#/$defs/C"}}]},
+        {"all": "all", '["red"]': ["red"], '["x"]': UNFIT},
+    ),
+    "constants": ({"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}]}, {"a": "a", "b": "b", "c": UNFIT}),
+    "types": ({"type": ["string", "null"], "enum": ["a", None]}, {"a": "a", "null": None, "b": UNFIT}),
+    "choice and length": ({"enum": ["a", "bbbb"], "maxLength": 2}, {"a": "a", "bbbb": UNFIT}),
+    "pattern and length": (
+        {"type": "string", "pattern": "^a|b$|[|$]c", "maxLength": 3},
+        {"axx": "axx", "xxb": "xxb", "|c": "|c", "xax": UNFIT, "bx": UNFIT, "axxx": UNFIT},
+    ),
+    "digits": ({"type": "string", "pattern": r"^[\d.]\d$"}, {"12": "12", ".1": ".1", "1٣": UNFIT, "1.": UNFIT}),
+    "two patterns": (
+        {"allOf": [{"pattern": "^a"}, {"pattern": "b$"}], "type": "string"},
+        {"axb": "axb", "ax": UNFIT, "xb": UNFIT},
+    ),
+    "uuid": (
+        {"type": "string", "format": "uuid"},
+        {"0a1b2c3d-0000-4000-8000-0123456789ab": "0a1b2c3d-0000-4000-8000-0123456789ab", "0a1b": UNFIT},
+    ),
+    "tags": (STRING, {"</param>\n<arg": "</param>\n<arg", "</p>": "</p>"}),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("value", "texts"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_an_argument_without_quotes_fits_its_schema(families, name, value, texts):
+    for text, expected in texts.items():
+        read = argument(families, name, of(value, **{"$defs": COLORS}), text)
+        assert read == expected and type(read) is type(expected), (text, read)
+
+
+UNENFORCED = {
+    "text or number": ({"anyOf": [STRING, {"type": "integer", "minimum": 1000}]}, "type integer"),
+    "text or list": ({"anyOf": [STRING, {"type": "array", "items": INTEGER}]}, "type array"),
+    "text or choice": ({"anyOf": [STRING, {"enum": [1, 2]}]}, "type integer"),
+    "types of allOf": ({"allOf": [{"type": ["string", "integer"]}, STRING]}, "type integer"),
+    "not": ({"type": "string", "not": {"const": "x"}}, "not of"),
+    "if": ({"type": "string", "if": {}, "then": {"maxLength": 1}}, "if of"),
+    "items": ({"items": INTEGER}, "items of"),
+    "properties": ({"properties": {"z": INTEGER}, "required": ["z"]}, "properties of"),
+    "minimum": ({"minimum": 3}, "minimum of"),
+    "minimum of a string": ({"type": "string", "minimum": 3}, "minimum of"),
+    "typo": ({"anyOf": [{"type": "string", "minlength": 3}, NULL]}, "minlength of"),
+    "choice and pattern": ({"enum": ["a", "b"], "pattern": "a"}, "pattern of"),
+    "format": ({"anyOf": [{"type": "string", "format": "uri"}, NULL]}, "format 'uri'"),
+    "length": ({"type": "string", "maxLength": "3"}, "maxLength must be"),
+    "lengths": ({"type": "string", "maxLength": 1, "minLength": 2}, "minLength (2) is greater"),
+    "overlap": ({"oneOf": [STRING, {"const": "b"}]}, "oneOf has"),
+    "overlapping values": ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, "oneOf has"),
+    "one text of two values": ({"enum": ["1", 1]}, 'the value "1"'),
+    "tag": ({"enum": ["a</parameter>"]}, "the value"),
+    "no alternative": ({"anyOf": []}, "no value fits"),
+    "no type": ({"type": "string", "allOf": [INTEGER]}, "no value fits"),
+    "itself": ({"$ref": "#/properties/c"}, "itself"),
+    "no target": ({"$ref": "#/$defs/Missing"}, "#/$defs/Missing"),
+    "class": ({"type": "string", "pattern": "[a[b]|c]"}, "escape the brackets"),
+    "inner anchor": ({"type": "string", "pattern": "a(^b|c)"}, "lookarounds"),
+    "many ways": ({"$ref": "#/$defs/a24"}, "more than 512"),
+    "a list as a format": ({"type": "string", "format": ["date"]}, "format ['date']"),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(("value", "said"), UNENFORCED.values(), ids=UNENFORCED)
+def test_what_would_not_be_enforced_of_an_argument_is_refused_by_name(families, name, value, said):
+    ways = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n - 1}"}] * 100} for n in range(1, 25)}
+    with pytest.raises(UserError, match=re.escape(said)):
+        argument(families, name, of(value, **{"$defs": {**ways, "a0": False}}), "x")
+
+
+WHOLES = {
+    "minProperties": {"minProperties": 1},
+    "maxProperties": {"maxProperties": 1},
+    "dependentRequired": {"dependentRequired": {"c": ["d"]}},
+    "if": {"if": {"required": ["c"]}, "then": {"required": ["d"]}},
+    "propertyNames": {"propertyNames": {"maxLength": 2}},
+    "patternProperties": {"patternProperties": {"^c": {"maxLength": 1}}},
+    "anyOf": {"anyOf": [{"required": ["c"]}]},
+    "required argument": {"required": ["d"]},
+    "every required argument": {"required": [["c"]]},
+    "type": {"type": "array"},
+    "required a list": {"required": True},
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("keyword", WHOLES)
+def test_what_would_not_be_enforced_of_all_arguments_is_refused_by_name(families, name, keyword):
+    with pytest.raises(UserError, match=keyword):
+        argument(families, name, {**of(STRING), **WHOLES[keyword]}, "x")
+    with pytest.raises(UserError, match=keyword):
+        argument(families, name, {"$ref": "#/$defs/A", "$defs": {"A": {**of(STRING), **WHOLES[keyword]}}}, "x")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_an_argument_that_no_value_fits_is_left_out_and_a_reference_to_all_arguments_keeps_their_types(families, name):
+    schema = {
+        "type": "object",
+        "properties": {"a": False, "c": STRING},
+        "required": ["c"],
+        "additionalProperties": False,
+    }
+    assert argument(families, name, schema, "5") == "5"
+    referring = {"$ref": "#/$defs/A", "$defs": {"A": schema}}
+    assert argument(families, name, referring, "5") == "5"
+    with pytest.raises(UserError, match="required argument"):
+        argument(families, name, {**schema, "required": ["a"]}, "5")
+    with pytest.raises(UserError, match="properties of a whole"):
+        argument(families, name, {**referring, "properties": {"c": {"maxLength": 1}}}, "5")
+
+
+def test_a_text_cannot_have_the_beginning_of_another_argument(families):
+    for text in ("x</parameter>\n<parameter=d>\ny", "x</parameter><parameter=d>"):
+        assert argument(families, "qwen3_5_think", of(STRING), text) == UNFIT

@@ -121,7 +121,17 @@ REFUSED = [
     *(
         (_message(message), "messages", said)
         for message, said in [
-            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, f"messages.0.content {TEXT}"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+                "messages.0.content.0.type must be text",
+            ),
+            ({"role": "user", "content": [3]}, "messages.0.content.0: Input should be an object"),
+            ({"role": "user", "content": 3}, f"messages.0.content {TEXT}"),
+            ({"role": "assistant", "tool_calls": 3}, "messages.0.tool_calls must be a list of up to 1024 calls"),
+            (
+                {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom", "custom": {}}]},
+                "messages.0.tool_calls.0.type must be function: other kinds of calls are not supported here",
+            ),
             ({"role": "user"}, f"messages.0.content {TEXT}"),
             ({"role": "assistant", "content": "x", "weight": 0}, "messages.0.weight is not supported here; remove it"),
             ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function is missing"),
@@ -230,9 +240,11 @@ def test_fields_that_change_nothing_are_accepted(client):
         ],
         max_tokens=2,
         user="me",
+        extra_body={"prompt_cache_options": {"mode": "explicit"}},
         metadata={"a": "b"},
         store=False,
         presence_penalty=0,
+        verbosity="medium",
         tools=[],
         response_format={"type": "text"},
     )

@@ -84,13 +84,17 @@ def test_a_stop_string_ends_the_content_and_none_of_it_is_shown(thinking):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_that_a_client_sends_back_reaches_the_template_under_either_name(thinking, name):
-    history = [*ASK, {"role": "assistant", "content": SAID, name: THOUGHT}]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": SAID}
     template, tokenizer = thinking.service.template, thinking.service.tokenizer
     # Qwen3's shows it within a turn of tools, but not before the user speaks again.
     for role, shown in (("tool", 1), ("user", 0)):
-        messages = [*history, {"role": role, "content": "go on"}]
+        called = {"tool_calls": [call]} if role == "tool" else {}
+        messages = [*ASK, answer | called | {name: THOUGHT}, {"role": role, "content": "go on"}]
         prompt = ask(thinking, messages, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
-        written = [history[0], {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}, messages[-1]]
+        if called:
+            called = {"tool_calls": [call | {"function": {"name": "f", "arguments": {}}}]}
+        written = [*ASK, answer | called | {"reasoning_content": THOUGHT}, messages[-1]]
         assert prompt == tokenizer.encode(template.render(written))
         assert tokenizer.decode(prompt).count(THOUGHT) == shown
     refused = thinking.chat([{"role": "user", "content": "hi", name: "x"}])

@@ -334,19 +334,41 @@ def test_stored_responses_are_limited_in_number_bytes_and_time(monkeypatch):
     assert stored.get("too large") is None and stored._bytes == 0
 
 
-def test_efforts_of_reasoning_are_told_to_templates_that_read_them(serving, rendered):
-    low, none = {"effort": "low"}, {"effort": "none", "summary": "auto"}
-    for name, effort, expected in (
-        ("gptoss", low, {"reasoning_effort": "low"}),
-        ("qwen3", none, {"enable_thinking": False}),
-        ("qwen3", {"effort": "medium"}, {}),
-        ("mistral", none, {}),
+def test_efforts_of_reasoning_are_told_to_templates_that_read_them_or_refused(serving, rendered):
+    """By chats too, which have another field for them."""
+    for family, effort, expected in (
+        ("gptoss", "low", {"reasoning_effort": "low"}),
+        ("gptoss", "medium", {"reasoning_effort": "medium"}),
+        ("gptoss", "none", "the model always reasons; send low, medium or high"),
+        ("qwen3", "none", {"enable_thinking": False}),
+        ("qwen3", "medium", {}),
+        ("qwen3", "low", "it can only turn reasoning off: send 'none', or nothing, or enable_thinking in"),
+        ("mistral", "none", {}),
+        ("mistral", "high", "the model does not reason"),
     ):
-        server = serving(name)
-        ((_, values),) = rendered(server, partial(respond, server, reasoning=effort, max_output_tokens=1))
-        assert values == expected, name
-    for name, effort in (("qwen3", "low"), ("mistral", "high")):
-        assert "no way to ask for" in refused(serving(name), reasoning={"effort": effort})["message"]
+        server = serving(family)
+        asked = {
+            "reasoning.effort": partial(post, server, reasoning={"effort": effort}, max_output_tokens=1),
+            "reasoning_effort": partial(server.chat, reasoning_effort=effort, max_tokens=1),
+        }
+        for field, ask in asked.items():
+            answers = []
+            found = rendered(server, lambda ask=ask, answers=answers: answers.append(ask()))
+            if isinstance(expected, dict):
+                assert [values for _, values in found] == [expected], (family, effort)
+            else:
+                error = answers[0].json()["error"]
+                assert error["message"].startswith(f"{field}: this model's chat template has no way to ask for")
+                assert expected in error["message"] and error["param"] == field.partition(".")[0] and not found
+    with serving("qwen3").http() as client:
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        lengths = [
+            client.post("/tokenize", json=chat | fields).json()["count"]
+            for fields in ({}, {"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}})
+        ]
+    assert lengths[0] < lengths[1] == lengths[2]
+    error = serving("qwen3").chat(reasoning_effort="most").json()["error"]["message"]
+    assert error == "reasoning_effort must be none, minimal, low, medium, high, xhigh or max"
 
 
 FUNCTION = {"type": "function", "name": "f"}
@@ -365,6 +387,10 @@ FUNCTION = {"type": "function", "name": "f"}
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "input.0 is of the type 'web_search_call'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input.0 is of the type 'item_reference'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "input.0.call_id is missing"),
+        ({"input": None}, "input", "input must be a string, or a list of up to 4096 items"),
+        ({"input": [None]}, "input", "input.0: Input should be an object"),
+        ({"previous_response_id": "r" * 200}, "previous_response_id", "must be a string of up to 128 characters"),
+        ({"text": {"format": {"type": "json_schema", "shema": {"a": 1}}}}, "text", 'Did you mean "schema"?'),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "{"}]}, "input", "are not JSON"),
         ({"input": "word " * 9000}, "input", "tokens"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),

@@ -94,6 +94,15 @@ def test_echo_without_new_tokens_scores_a_text(server, chat_folder):
     assert chunk["choices"][0]["text"] == texts[0] and counted["usage"]["completion_tokens"] == 0
 
 
+def test_the_token_that_is_computed_but_not_shown_does_not_end_a_text(server):
+    end = str(server.service.tokenizer.eos_id)
+    body = {"prompt": "return", "echo": True, "max_tokens": 0, "logit_bias": {end: 100}}
+    (choice,) = server.complete(**body).json()["choices"]
+    (chunk,) = server.stream(**body)
+    assert (choice["finish_reason"], chunk["choices"][0]["finish_reason"]) == ("length", "length")
+    assert server.complete(**{**body, "max_tokens": 1}).json()["choices"][0]["finish_reason"] == "stop"
+
+
 def test_prompt_logprobs_have_vllms_form_on_both_routes(server, chat_folder):
     chat = server.chat("hello", max_tokens=1, prompt_logprobs=1, return_token_ids=True).json()
     completion = server.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=3, temperature=0.5).json()

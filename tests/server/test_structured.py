@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Content that must follow a schema, a regular expression, a choice or a grammar; and schemas that are hostile."""
 
+import itertools
 import json
 import re
 import threading
@@ -9,7 +10,9 @@ import time
 import jsonschema
 import pytest
 
-from lockstep.generate.server.schema_check import is_endless, unknown_keyword
+from lockstep.generate import grammars
+from lockstep.generate.server import schema_check
+from lockstep.generate.server.schema_check import control_characters, is_endless, miscounted_keys, unknown_keyword
 
 SCHEMA = {
     "type": "object",
@@ -85,9 +88,19 @@ for _ in range(80):
         ({"type": "text"}, "Invalid type: text"),
         (DEEP, "recursion limit"),
         (ENDLESS, "every value would contain another one without end"),
+        ({"type": "array", "items": [{"type": "string", "minlength": 3}]}, "items.0.minlength"),
+        ({"type": "array", "additionalItems": {"minlength": 3}}, "additionalItems.minlength"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2}, "minProperties is not enforced"),
+        ({"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2}, "minProperties is"),
+        ({"type": "object", "properties": {"a": {"const": "x\x01"}}}, "properties.a.const has control characters"),
+        ({"type": "string", "pattern": r"^a\x01$"}, "pattern has control characters"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)a"}}}, "the pattern is '(?=a)a'"),
+        ({"anyOf": [{"type": "string", "pattern": "^b"}, {"type": "string", "pattern": r"(a)\1"}]}, r"the pattern is '(a)\\1'"),
+        ({"type": "object", "patternProperties": {r"\ba": {}}}, r"the pattern is '\\ba'"),
+        ({"anyOf": []}, "Unsatisfiable"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_schema_that_is_not_enforced_or_not_satisfiable_is_refused_with_the_reason(server, schema, said):
     for body, param in (
         (of_schema(schema), "response_format"),
@@ -120,6 +133,41 @@ def test_what_is_wrong_about_it_is_said_by_name(server, body, said):
     assert said in refused(server, **body)["message"]
 
 
+def test_as_many_choices_as_are_allowed_can_be_followed(server):
+    choices = [f"{number:04} is it" for number in range(4096)]
+    answer = server.chat("hi", seed=1, max_tokens=40, structured_outputs={"choice": choices}).json()["choices"][0]
+    assert answer["message"]["content"] in choices
+
+
+AMBIGUOUS = {"structured_outputs": {"grammar": 'start: a\na: a a | "x" | /[^y]/ | '}}
+
+
+def test_a_grammar_whose_steps_take_too_long_is_ended_and_others_are_not(server, monkeypatch):
+    free = {"max_tokens": 60, "seed": 3, "structured_outputs": {"regex": "[a-z]*"}}
+    # By a clock that stands still, no step takes any time.
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: 0.0)
+    assert server.chat("hi", max_tokens=5, seed=1, **AMBIGUOUS).status_code == 200
+    seconds = itertools.count()
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: float(next(seconds)))
+    assert server.chat("hi", **free).json()["error"]["code"] == "grammar_failed"
+    monkeypatch.undo()
+    answer = server.chat("hi", max_tokens=300, seed=1, temperature=2, **AMBIGUOUS)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "grammar_failed" and "take too long" in error["message"]
+    assert server.chat("hi", **free).status_code == 200
+    server.wait_until(server.all_pages_free)
+
+
+def test_the_automaton_of_a_regular_expression_or_grammar_is_limited(server):
+    doubled = "start: A13\nA0: /x?/\n" + "\n".join(f"A{n + 1}: A{n} A{n}" for n in range(13))
+    error = refused(server, structured_outputs={"grammar": doubled})
+    assert error["code"] == "unsupported_schema" and "too big" in error["message"]
+    for outputs in ({"regex": "x*" * 2049}, {"grammar": "start: /" + "x" * 2**14 + "/"}):
+        assert "characters" in refused(server, structured_outputs=outputs)["message"]
+    answer = server.chat("hi", max_tokens=3, structured_outputs={"regex": "ab" * 2048})
+    assert answer.status_code == 200, answer.text[:300]
+
+
 def test_annotations_are_no_restrictions_and_are_accepted(server):
     annotated = {**SCHEMA, "$schema": "http://json-schema.org/draft-07/schema#", "title": "A", "x-order": 1}
     annotated["properties"] = {
@@ -133,6 +181,13 @@ def test_annotations_are_no_restrictions_and_are_accepted(server):
     jsonschema.validate(json.loads(content), SCHEMA)
     named = {"type": "object", "properties": {"minlength": {"type": "string"}, "$defs": {"type": "string"}}}
     assert unknown_keyword(named) == "", "a property may have any name"
+
+
+def test_a_schema_of_very_many_references_is_not_looked_into(monkeypatch):
+    looked = []
+    monkeypatch.setattr(schema_check, "referred", lambda name, schema: looked.append(name))
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(8000)}
+    assert not is_endless({"$ref": "#/$defs/d0", "$defs": chain}) and not looked
 
 
 def test_a_schema_of_itself_that_can_end_is_not_endless():
@@ -149,6 +204,69 @@ def test_a_schema_of_itself_that_can_end_is_not_endless():
     tree["properties"]["parts"]["minItems"] = 1
     assert is_endless({"$defs": {"Node": tree}, "$ref": "#/$defs/Node"})
     assert not is_endless(_doubling(60))
+
+
+SELF = {"$ref": "#"}
+WITHOUT_END = {
+    "additional": {"type": "object", "additionalProperties": SELF, "minProperties": 1},
+    "additional of allOf": {"type": "object", "allOf": [{"additionalProperties": SELF, "minProperties": 1}]},
+    "pattern": {
+        "type": "object",
+        "patternProperties": {"^a$": SELF},
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+    "required": {"type": "object", "required": ["a"], "additionalProperties": SELF},
+    "optional": {"type": "object", "properties": {"a": SELF}, "minProperties": 1, "additionalProperties": False},
+    "prefix": {"type": "array", "prefixItems": [{"type": "integer"}, SELF], "minItems": 2, "items": False},
+    "tuple": {"type": "array", "items": [SELF], "minItems": 1},
+    "additional items": {"type": "array", "items": [{}], "additionalItems": SELF, "minItems": 2},
+}
+WITH_END = {
+    "no key": {"type": "object", "additionalProperties": SELF},
+    "no long pattern": {"type": "object", "patternProperties": {"(a+)+$": SELF}, "required": ["a" * 60 + "!"]},
+    "another key": {
+        "type": "object",
+        "properties": {"a": SELF, "b": {}},
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+    "any key": {"type": "object", "properties": {"a": SELF}, "minProperties": 1},
+    "required": {"type": "object", "required": ["a"], "properties": {"a": {}}, "additionalProperties": SELF},
+    "first": {"type": "array", "prefixItems": [{"type": "integer"}, SELF], "minItems": 1},
+    "no items": {"type": "array", "items": [SELF], "minItems": 0},
+    "string": {"additionalProperties": SELF, "minProperties": 1},
+    "no names": {"type": ["object", ["a"]], "required": [["a"]], "additionalProperties": SELF},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_END)
+def test_values_that_must_contain_another_are_endless(name):
+    assert is_endless(WITHOUT_END[name])
+
+
+@pytest.mark.parametrize("name", WITH_END)
+def test_values_that_may_contain_another_are_not_endless(name):
+    assert not is_endless(WITH_END[name])
+
+
+def test_one_key_beside_the_required_ones_is_counted(server):
+    schema = {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9}, "minProperties": 1}
+    answer = server.chat("hi", max_tokens=60, seed=1, **of_schema({**schema, "maxProperties": 1})).json()
+    assert len(json.loads(answer["choices"][0]["message"]["content"])) == 1
+    assert miscounted_keys({**schema, "required": ["a"], "minProperties": 2}) == ""
+    closed = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2, "additionalProperties": False}
+    assert miscounted_keys(closed) == ""
+    assert miscounted_keys({"items": {**closed, "additionalProperties": True}}) == "items.minProperties"
+
+
+def test_control_characters_are_found_where_they_must_be_written():
+    for pattern in (r"^[\x00-\x1f]*$", r"^[^\x00]+$", r"\\x01", r"[a\]\x01]", r"\n\t\x20"):
+        assert control_characters({"pattern": pattern}) == "", pattern
+    for pattern in (r"\x1b\[0m", "\x07", r"\u0007", r"\cA", r"a\0"):
+        assert control_characters({"items": {"pattern": pattern}}) == "items.pattern", pattern
+    assert control_characters({"enum": ["a", {"b": ["\x7f"]}]}) == "enum"
+    assert control_characters({"const": "\b\f\n\r\t"}) == ""
 
 
 def _doubling(levels):

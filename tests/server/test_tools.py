@@ -317,6 +317,25 @@ def test_a_tool_whose_schema_cannot_be_enforced_is_called_anyway_unless_it_is_st
     assert call is None or isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=["any", "named"])
+def test_a_call_of_an_endless_schema_is_any_object_unless_it_is_strict(serving, choice):
+    node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}
+    cycle = {"$ref": "#/$defs/N", "$defs": {"N": {"$ref": "#/$defs/N"}}}
+    server = serving("mistral_args")
+    for schema in ({**node, "$defs": {"N": node}}, cycle):
+        ask = {"tools": [function("f", parameters=schema)], "tool_choice": choice}
+        bias = {str(server.service.tokenizer.encode("}")[-1]): 8}
+        (called,) = chat(server, **ask, max_tokens=100, seed=1, logit_bias=bias, parallel_tool_calls=False)["message"][
+            "tool_calls"
+        ]
+        assert isinstance(json.loads(called["function"]["arguments"]), dict)
+        # Another tool whose schema cannot be enforced changes nothing about it.
+        other = function("g", parameters={"type": "object", "not": {"required": ["a"]}})
+        chat(server, tools=[*ask["tools"], other], tool_choice=choice, max_tokens=100, seed=1, logit_bias=bias)
+        error = refused(server, tools=[function("f", parameters=schema, strict=True)], tool_choice=choice)
+        assert "cannot be satisfied" in error["message"]
+
+
 def test_many_tools_are_rendered(serving):
     tools = [function(f"f{number}", parameters={"type": "object", "properties": {}}) for number in range(64)]
     assert b"f63" in serving("qwen3").service.tokenizer.decode(chat_prompt(serving("qwen3"), ASK, tools=tools)).encode()

@@ -197,7 +197,7 @@ def test_layers_inputs_in_host_memory_are_not_counted(ranks, kept):
     [("int4", 1, SHAPE), ("int8", 1, SHAPE), ("int4", 2, SHAPE), *(("int4", 1, mixture) for mixture in MIXTURES)],
 )
 def test_a_packed_base_is_counted_as_its_integers(linear, ranks, model):
-    modules = tuple(f"layers.{i}.self_attn.o_proj" for i in range(model.num_layers))
+    modules = (*(f"layers.{i}.self_attn.o_proj" for i in range(model.num_layers)), "lm_head")
     precision = Precision(linear, keep=("layers.0.*",))
     shape = replace(model, lora=Lora(4, 8.0, modules), precision=precision)
     found = dry_run(Case(dtype="bfloat16").config(), shape, ranks, NextTokenLoss(126)).memory["weights"]

@@ -35,6 +35,8 @@ from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
+from lockstep.model.adapted_rows import AdaptedRows, adapted
+from lockstep.model.adapters import build_adapter, load_adapter
 from lockstep.observe import read_metrics
 from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_generators, refuse_impossible
@@ -43,7 +45,8 @@ from lockstep.rl.generators.open import open_policy
 from lockstep.rl.reinforce import reinforce
 from lockstep.train.dpo import prefer
 from lockstep.train.expert_balance import balance_problems
-from lockstep.train.packing import pack_scored, target_scores
+from lockstep.train.optimizer import MasterOptimizer
+from lockstep.train.packing import pack, pack_scored, target_log_prob_sum, target_scores
 from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
 from tests.data.test_end_tokens import write_tokenizer
@@ -150,6 +153,55 @@ def test_an_adapter_of_other_projections_than_llamas_travels_to_peft_and_back(tm
     # The update is rounded into the weight once; float32 has 24 bits.
     merged = score(load_model(tmp_path / "merged"), SEQUENCE)[0]
     torch.testing.assert_close(merged, score(ours, SEQUENCE)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_of_the_head_travels_to_peft_and_back(tmp_path, tied, caplog):
+    save_model(build_model(replace(SHAPE, tie_embeddings=tied), "float32", seed=2), base := tmp_path / "base")
+    settings = PeftConfig(r=3, lora_alpha=5, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    _move(theirs)
+    theirs.save_pretrained(tmp_path / "adapter")  # with a copy of the base's head
+    theirs.save_pretrained(tmp_path / "alone", save_embedding_layers=False)
+    ours = load_model(tmp_path / "adapter")
+    assert "lm_head" in ours.config.lora.modules and ours.config.tie_embeddings == tied
+    expected = score(ours, SEQUENCE)[0]
+    # float32 sums in another order.
+    torch.testing.assert_close(expected, _their_scores(theirs), rtol=0, atol=1e-5)
+    assert torch.equal(score(load_model(tmp_path / "alone"), SEQUENCE)[0], expected)
+    outside = load_adapter(tmp_path / "adapter", plain := load_model(base), base)
+    with adapted([AdaptedRows(outside)]):
+        assert torch.equal(score(plain, SEQUENCE)[0], expected)
+    save_adapter(ours, tmp_path / "again", base)
+    written, first = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("again", "alone"))
+    assert written.keys() == first.keys() and all(torch.equal(first[name], value) for name, value in written.items())
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "again")
+    assert torch.equal(_their_scores(again), _their_scores(theirs))
+    convert(tmp_path / "adapter", tmp_path / "merged", merge=True)
+    merged = load_model(tmp_path / "merged")
+    assert not merged.config.tie_embeddings and torch.equal(merged.embed_tokens.weight, plain.embed_tokens.weight)
+    assert not caplog.records, "the merged folder says that its head is not tied"
+    # The update is rounded into the weight once; float32 has 24 bits.
+    torch.testing.assert_close(score(merged, SEQUENCE)[0], expected, rtol=0, atol=1e-5)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(_their_scores(alone), _their_scores(theirs), rtol=0, atol=1e-5)
+    file, name = tmp_path / "adapter" / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    save_file(load_file(file) | {name: torch.zeros(120, 64)}, file, metadata={"format": "pt"})
+    message = f"{name} has other values than {'model.embed_tokens' if tied else 'lm_head'}.weight in"
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "adapter")
+    with pytest.raises(UserError, match=message):
+        load_adapter(tmp_path / "adapter", plain, base)
+
+
+def test_an_adapter_of_the_embedding_is_refused(tmp_path):
+    save_model(build_model(SHAPE, "float32", seed=2), tmp_path / "base")
+    # peft adapts the tied embedding and shares its matrices with the head.
+    settings = PeftConfig(r=3, target_modules=["lm_head"], ensure_weight_tying=True, task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings)
+    theirs.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"tensor .*embed_tokens.lora_embedding_A is not the LoRA matrix of a layer"):
+        load_model(tmp_path / "adapter")
 
 
 @pytest.fixture
@@ -315,6 +367,10 @@ def test_impossible_adapters_are_refused():
     with pytest.raises(UserError, match="actors.tensor 2 does not work with a low-rank adapter"):
         refuse_generators(adapted, 2)
     refuse_generators(replace(adapted, lora=None), 2)
+    with pytest.raises(UserError, match='"lm_head" matches no linear layer'):
+        lora_of(replace(SHAPE, score_head=True, tie_embeddings=False), 4, 8.0, ("lm_head",))
+    assert lora_of(SHAPE, 4, 8.0, ("*_proj", "lm_head")).modules[-1] == "lm_head"
+    assert "lm_head" not in lora_of(SHAPE, 4, 8.0, LoraConfig().targets).modules
     shape = preset("deepseek_v3:micro", 128)
     shape = replace(shape, lora=lora_of(shape, 2, 16.0, ("o_proj",)))
     (problem,) = balance_problems(TrainConfig(router_bias_rate=0.1), shape)
@@ -365,6 +421,65 @@ def test_fine_tuning_resumes_with_the_same_bits_and_saves_the_adapter_alone(tmp_
     save_file({name: 2 * value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="is an adapter for other weights"):
         finetune(replace(config, steps=4, resume=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["accumulated", "in backward"])
+def test_an_optimizer_trains_an_adapter_outside_of_the_model_as_one_built_in(dtype, in_backward):
+    lora = lora_of(SHAPE, 4, 8.0, ("*_proj", "lm_head"))
+    base, whole = build_model(SHAPE, dtype, seed=2), build_model(replace(SHAPE, lora=lora), dtype, seed=2)
+    adapter = build_adapter(base.requires_grad_(False), lora, seed=2)
+    config = TrainConfig(optimizer_in_backward=in_backward, max_grad_norm=0.1, weight_decay=0.1)
+    batches = [[[*range(first, first + 30)] for first in range(start, start + 8)] for start in (1, 20, 40, 60)]
+    results = []
+    for model, trained, rows in ((whole, whole, []), (base, adapter, [AdaptedRows(adapter)])):
+        optimizer, norms = MasterOptimizer(trained, config), []
+        for step in (batches[:1], batches[1:2]) if in_backward else (batches[:2], batches[2:]):
+            optimizer.begin(1e-2, len(step))
+            for texts in step:
+                with adapted(rows):
+                    target_log_prob_sum(model, pack(texts), -1 / 200).backward()
+            if not in_backward:
+                norms.append(optimizer.gradient_norms())
+                optimizer.update(1e-2, norms[-1]["grad_norm"])
+        results.append((norms, optimizer.state_tensors(), dict(trained.named_parameters())))
+    (norms, state, weights), (others_norms, others_state, others) = results
+    assert norms == others_norms
+    assert state.keys() == others_state.keys() and all(torch.equal(state[name], others_state[name]) for name in state)
+    assert all(torch.equal(value, weights[name]) for name, value in others.items())
+    fresh = build_adapter(base, lora, seed=2)
+    moved = [not torch.equal(value, others[name]) for name, value in fresh.named_parameters()]
+    assert all(moved) and len(moved) == len(others) == 30
+    assert all(parameter.grad is None for parameter in base.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_run_trains_the_heads_adapter_and_its_checkpoint_samples_with_it(tmp_path, tied, model_folder, capsys):
+    base = load_model(model_folder)
+    if not tied:
+        untied = build_model(replace(base.config, tie_embeddings=False), base.dtype)
+        untied.load_state_dict(base.state_dict() | {"lm_head.weight": base.embed_tokens.weight})
+        shutil.copytree(model_folder, model_folder := tmp_path / "untied")
+        save_model(untied, model_folder)
+    options = ["--model", str(model_folder), "--data", str(_sft(tmp_path, "").data), "--output", str(tmp_path / "run")]
+    options += ["--lora.targets", "*_proj*", "lm_head", "--lora.rank", "4", "--lora.alpha", "16", "--steps", "2"]
+    options += ["--sequence-length", "64", "--tokens-per-step", "128", "--train.learning-rate", "1e-2"]
+    assert main(["sft", *options, "--train.warmup-steps", "0", "--train.tokens-per-microbatch", "64"]) == 0
+    trained, lora = _adapter(tmp_path / "run"), load_model(tmp_path / "run").config.lora
+    fresh = dict(build_adapter(load_model(model_folder), lora).named_parameters())
+    for side in ("lora_A.weight", "lora_B.weight"):
+        moved = trained[f"base_model.model.lm_head.{side}"]
+        assert not torch.equal(moved.float(), fresh[f"lm_head.{side}"].float())
+    assert main(["generate", "--model", str(tmp_path / "run"), "--prompt", "Say 1.", "--max-tokens", "4"]) == 0
+    assert main(["parity", "--model", str(tmp_path / "run"), "--tokens", "50"]) == 0
+    assert "Tokens different  : 0" in capsys.readouterr().out
+
+
+def test_a_reward_models_head_has_no_adapter(tmp_path, model_folder):
+    data = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Say 1.", "chosen": " 1", "rejected": " no"}] * 9)
+    lora = LoraConfig(rank=4, targets=("*_proj", "lm_head"))
+    with pytest.raises(UserError, match='lora.targets "lm_head" matches no linear layer'):
+        train_reward_model(RewardModelConfig(**vars(_sft(tmp_path, model_folder, data=data, lora=lora))))
 
 
 def _rl(tmp_path, model, **changes):
@@ -422,10 +537,11 @@ def test_servers_are_refused_an_adapter_by_name(reinforced, tmp_path, model_fold
 
 
 def test_ranks_train_the_adapter_of_one_process_and_sample_with_it(tmp_path, model_folder):
-    config = _sft(tmp_path, model_folder, dtype="float32", steps=2)
+    lora = LoraConfig(rank=4, targets=("*_proj", "lm_head"))
+    config = _sft(tmp_path, model_folder, dtype="float32", steps=2, lora=lora)
     alone = finetune(replace(config, output=str(tmp_path / "alone")))
     launch(2, finetune, config)
-    launch(2, reinforce, _rl(tmp_path, model_folder))
+    launch(2, reinforce, _rl(tmp_path, model_folder, lora=lora))
     first, second = _adapter(alone), _adapter(tmp_path / "run")
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -434,7 +550,7 @@ def test_ranks_train_the_adapter_of_one_process_and_sample_with_it(tmp_path, mod
     for metrics in _metrics(tmp_path / "rl"):
         assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
         assert metrics["grad_norm"] > 0
-    assert len(_adapter(tmp_path / "rl")) == 28
+    assert len(_adapter(tmp_path / "rl")) == 30
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def client(server):
         yield each
 
 
-def lora_client(client, rank=4, seed=3, head=False, **options):
+def lora_client(client, rank=4, seed=3, head=True, **options):
     """A training client with an adapter of all layers, and of the head."""
     return client.create_lora_training_client(
         base_model=NAME, rank=rank, seed=seed, train_unembed=head, **options

@@ -171,11 +171,12 @@ def test_a_snapshot_keeps_its_values_and_an_inflight_client_follows(server, clie
     flying = training.save_weights_and_get_sampling_client(kind="inflight").result()
     shared = {each.data_ptr() for each in model_of(server, training).adapter.parameters()}
     engine = server.service.engine
-    snapshot = engine.adapters[f"{training.model_id}/0"]
+    snapshot = next(each for name, each in engine.adapters.items() if name.startswith(f"{training.model_id}/0/"))
     assert {each.data_ptr() for each in snapshot.parameters()} == shared, "nothing is copied for a snapshot"
-    before = sampled(kept)
+    before, values = sampled(kept), [each.detach().clone() for each in snapshot.parameters()]
     training.forward_backward([datum(TEXTS[1], weights=1.0)], "cross_entropy")
     training.optim_step(adam(0.1)).result()
+    assert all(map(torch.equal, snapshot.parameters(), values)), "not only what the engine has packed"
     assert [each.logprobs for each in sampled(kept)] == [each.logprobs for each in before]
     assert [each.logprobs for each in sampled(flying)] == [each.logprobs for each in before]
     training.save_weights_and_get_sampling_client(kind="inflight").result()

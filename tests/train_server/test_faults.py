@@ -114,7 +114,7 @@ WRONG = {
     "option": (lambda t: t.forward_backward([datum(TEXT)], "cross_entropy", {"beta": 1.0}), "no option 'beta'"),
     "missing": (lambda t: t.forward_backward([datum(TEXT)], "ppo"), "'logprobs'"),
     "dimuon": (lambda t: t.optim_step(types.DimuonParams(learning_rate=0.1)), "dimuon"),
-    "name": (lambda t: t.save_state("../up"), "is not the path of a state"),
+    "name": (lambda t: t.save_state("../up"), "cannot be a state's name"),
     "handle": (lambda t: t.forward_backward([datum(TEXT)], "custom", {"loss_id": "x"}), "not one of this session"),
     "recipients": (
         lambda t: t.save_weights_external("x", age_encryption_recipients=["age1x"]), "not encrypted here"
@@ -201,6 +201,95 @@ def test_a_silent_clients_session_ends_and_frees_its_models(folder, tmp_path, mo
         assert late.status_code == 410 and kept in late.json()["detail"]
 
 
+REFUSED = {
+    "rate": lambda t: t.optim_step(types.AdamParams(learning_rate=-1.0)),
+    "beta": lambda t: t.optim_step(types.AdamParams(beta2=1.0)),
+    "life": lambda t: t.save_weights_for_sampler("short", ttl_seconds=10),
+    "name": lambda t: t.save_state("with a space"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_a_request_that_is_refused_leaves_no_gap(client, case):
+    training = lora_client(client)
+    with pytest.raises(tinker.RequestFailedError):
+        REFUSED[case](training).result()
+    assert training.forward([datum(TEXT)], "cross_entropy").result(timeout=20)
+
+
+def test_requests_behind_one_that_does_not_arrive_go_on_and_the_step_fails(server, client, monkeypatch):
+    monkeypatch.setattr(promises, "MISSING_SECONDS", 0.1)
+    training = lora_client(client)
+    second = send(server, encoded(training.model_id, 2, PLAIN)).json()["request_id"]
+    assert "error" not in str(result(server, second).content)
+    step = server.post("/optim_step", model_id=training.model_id, seq_id=3, adam_params={}).json()["request_id"]
+    assert "request 1 has not arrived" in result(server, step).json()["error"]
+    late = send(server, encoded(training.model_id, 1, PLAIN)).json()["request_id"]
+    assert "after the ones that follow" in result(server, late).json()["error"]
+
+
+def test_an_error_inside_the_server_is_an_answer(server, client, monkeypatch):
+    training = lora_client(client)
+
+    def fails(folder):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(server.service.model(training.model_id).trained, "save", fails)
+    with pytest.raises(tinker.RequestFailedError, match="internal error"):
+        training.save_state("never").result(timeout=20)
+    assert training.forward([datum(TEXT)], "cross_entropy").result(timeout=20)
+
+
+def test_more_samples_than_the_server_runs_are_refused(server, client):
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    most = server.service.limits.max_sequences
+    with pytest.raises(tinker.APIStatusError, match="--max-waiting"):
+        sampler.sample(types.ModelInput.from_ints([1]), most + 1, types.SamplingParams(max_tokens=1)).result(timeout=20)
+
+
+def test_a_sampler_of_an_overwritten_state_has_the_new_values_and_many_open_at_once(server, client):
+    training = lora_client(client)
+    prompt = types.ModelInput.from_ints(list(TEXT))
+    path = training.save_state("same").result().path
+    before = client.create_sampling_client(model_path=path).result().compute_logprobs(prompt).result()
+    training.forward_backward([datum(TEXT)], "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=0.1))
+    assert training.save_state("same", overwrite=True).result().path == path
+    opened = [client.create_sampling_client(model_path=path) for _ in range(6)]
+    after = [each.result().compute_logprobs(prompt).result() for each in opened]
+    assert all(each == after[0] for each in after) and after[0] != before
+
+
+def test_snapshots_are_bounded_and_those_in_use_stay(server, client, monkeypatch):
+    monkeypatch.setattr("lockstep.train_server.service.MOST_SNAPSHOTS", 3)
+    training = lora_client(client)
+    prompt = types.ModelInput.from_ints(list(TEXT))
+    samplers = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
+    samplers[0].compute_logprobs(prompt).result()
+    for _ in range(2):
+        samplers.append(training.save_weights_and_get_sampling_client().result())
+        samplers[0].compute_logprobs(prompt).result()
+    assert sum(name.startswith(training.model_id) for name in server.service.engine.adapters) == 3
+    with pytest.raises(tinker.APIStatusError, match="save_weights_for_sampler"):
+        samplers[1].compute_logprobs(prompt).result()
+
+
+def test_few_bytes_that_name_large_tensors_are_refused(server, client):
+    training = lora_client(client)
+    request = wire.MESSAGES["ForwardBackwardRequest"](model_id=training.model_id, seq_id=1, loss_fn="cross_entropy")
+    each = request.data.add()
+    each.model_input.add().encoded_text.tokens = np.asarray([1], np.int32).tobytes()
+    tensor = each.loss_fn_inputs["target_tokens"]
+    tensor.dtype = wire.INT64
+    tensor.sparse_csr.crow_indices = np.asarray([0, 0], np.int64).tobytes()
+    for number, shape in enumerate(([1, 1 << 25], [1 << 62] * 60_000, [-1, 4]), 1):
+        del tensor.shape[:]
+        tensor.shape.extend(shape)
+        request.seq_id = number
+        answer = result(server, send(server, request.SerializeToString()).json()["request_id"]).json()
+        assert "target_tokens" in answer["error"] and len(answer["error"]) < 300
+
+
 def test_after_a_restart_a_client_is_told_its_newest_state_and_continues_from_it(folder, tmp_path):
     with running(folder, tmp_path) as server, server.client() as client:
         training = lora_client(client)
@@ -273,3 +362,30 @@ def test_a_result_that_is_not_there_is_asked_for_again(server, client, monkeypat
     later = training.forward([datum(TEXT)], "cross_entropy")
     assert log_probs(later.result())
     assert result(server, waiting).status_code == 200
+
+
+def test_a_sample_that_ends_while_others_are_announced_is_announced_next(server, monkeypatch):
+    session = server.post("/create_session", tags=[]).json()["session_id"]
+    opened = server.post("/create_sampling_session", session_id=session, sampling_session_seq_id=1, base_model=NAME)
+    sampler = opened.json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(TEXT)}]}
+    drawn = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    first = server.post("/asample", **drawn, seq_id=1).json()["request_id"]
+    held = app._held
+    late = promises.Promise("late", session, result=promises.Result(b""))
+
+    async def another_ends_meanwhile(*arguments):
+        found = await held(*arguments)
+        server.service.promises.completions((sampler, 0)).add(late)
+        return found
+
+    def announced(cursor):
+        target = {"sampling_session_id": sampler}
+        answer = server.post("/retrieve_futures", target=target, prev_cursor=cursor, timeout=20).json()
+        return [each["request_id"] for each in answer["completions"]], answer["cursor"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "_held", another_ends_meanwhile)
+        names, cursor = announced(0)
+    assert names == [first]
+    assert announced(cursor)[0] == ["late"]

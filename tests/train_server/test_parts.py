@@ -97,6 +97,16 @@ FAILING = {
     "number on a number": [P, node("call_function", "y", "operator.pow", 10, 400),
                            node("call_function", "x", "operator.mul", {"ref": "y"}, {"ref": "p"}), OUT],
     "dtype": [P, node("call_method", "x", "to", {"ref": "p"}, {"dtype": "complex128"}), OUT],
+    "list": [P, node("call_function", "y", "operator.mul", [0], 50_000_000),
+             node("call_function", "x", "torch.sum", {"ref": "p"}), OUT],
+    "outer product": [P, *(node("call_function", f"c{i}", "torch.cat", [{"ref": f"c{i - 1}" if i else "p"}] * 32)
+                           for i in range(3)),
+                      node("call_method", "r", "unsqueeze", {"ref": "c2"}, 1),
+                      node("call_function", "y", "operator.mul", {"ref": "c2"}, {"ref": "r"}),
+                      node("call_function", "x", "torch.sum", {"ref": "y"}), OUT],
+    "metric": [P, node("call_function", "x", "torch.sum", {"ref": "p"}),
+               node("output", "output", "output",
+                    {"tuple": [{"ref": "x"}, {"dict": {"custom/a:sum": {"ref": "p"}}}]})],
     "called on a number": [P, node("call_method", "x", "sum", 3), OUT],
 }  # fmt: skip
 
@@ -133,7 +143,7 @@ def test_samples_of_a_prompt_compute_it_once_and_have_their_own_log_probabilitie
     def of(sampled, advantage):
         tokens = prompt + sampled
         own = torch.tensor([0.0] * 3 + [advantage] * len(sampled))
-        return batches.Datum(tokens[:-1], torch.tensor(tokens[1:]), {"advantages": own})
+        return batches.Datum(tokens[:-1], torch.tensor(tokens[1:]), {"advantages": own, "logprobs": -own})
 
     data = [of([1, 2], 1.0), of([3], -1.0), of([4, 5, 6], 0.5)]
     (batch,) = batches.micro_batches(data, LOSSES["ppo"], 100)

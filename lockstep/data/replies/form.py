@@ -15,6 +15,8 @@ from lockstep.data.replies.tagged_calls import Parameters
 from lockstep.data.tokenizer import Tokenizer, special_ids
 
 THINK, THINK_END = "<think>", "</think>"
+BRACKETS = {"[THINK]": THINK, "[/THINK]": THINK_END}
+"""Mistral's special tokens for the same: Magistral, Ministral 3 and later. As text they are content."""
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 """The tokens that end a message in a channel."""
@@ -62,10 +64,14 @@ def reply_form(tokenizer: Tokenizer, template: str | None = None, tools: bool = 
     format = tool_format(template) if tools and template is not None else None
     if format is GPT_OSS:  # but the vocabulary lacks the tokens of channels
         format = None
+    special = special_ids(tokenizer)
+    brackets = {vocabulary[name]: tag for name, tag in BRACKETS.items() if vocabulary.get(name) in special}
     # Calls within reasoning are not parsed, even if neither template nor vocabulary has think tags.
-    thinks = format is not None or {THINK, THINK_END} <= vocabulary.keys() or THINK_END in (template or "")
-    marks = [*((THINK, THINK_END) if thinks else ()), *(format.marks if format else ())]
-    ids = {vocabulary[name]: name for name in marks if name in vocabulary}
+    tags = {THINK, THINK_END} <= vocabulary.keys() or THINK_END in (template or "")
+    thinks = format is not None or tags or len(brackets) == len(BRACKETS)
+    names = (THINK, THINK_END) if tags or not brackets else ()
+    marks = [*(names if thinks else ()), *(format.marks if format else ())]
+    ids = {vocabulary[name]: name for name in marks if name in vocabulary} | (brackets if thinks else {})
     return ReplyForm(False, thinks, format, ids, tuple(name for name in marks if name not in vocabulary))
 
 

@@ -26,7 +26,7 @@ class ToolFormat:
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 QWEN3 = ToolFormat("qwen3", marks=TOOL_CALL, closes=TOOL_CALL[1])
-"""Any number of `<tool_call>` JSON object `</tool_call>`, after reasoning and text. Also Qwen2.5 and SmolLM3."""
+"""Any number of `<tool_call>` JSON object `</tool_call>`, after reasoning and text. Also Qwen2.5."""
 QWEN3_XML = ToolFormat("qwen3_xml", marks=TOOL_CALL, closes=TOOL_CALL[1])
 """`<function=NAME>` and a `<parameter=KEY>` for each argument between the same tags: Qwen3.5, Qwen3-Coder, Nemotron 3.
 Only the tool's schema tells whether an argument is a string."""

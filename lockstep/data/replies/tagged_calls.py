@@ -61,8 +61,11 @@ def _consecutive(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
     """An argument's value: a string if the schema says so, else JSON if it is; a string if it is neither."""
-    properties = schema.get("properties")
-    types = types_of(properties.get(key), schema) if isinstance(properties, Mapping) else set()
+    return read_value(text, argument_types(schema, key))
+
+
+def read_value(text: str, types: set[str]) -> Any:
+    """The value of a text. types: those that the schema allows; empty if it does not say."""
     stripped = text.strip()
     lower = stripped.lower()
     # Templates write Python's True and None.
@@ -91,20 +94,37 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, list)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that a schema within `root` allows; empty if it does not say."""
+def argument_types(root: Mapping[str, Any], key: str) -> set[str]:
+    """The types that the schema `root` of all arguments allows for one of them; empty if it does not say."""
+    properties = chain(root)[-1].get("properties")
+    return types_of(properties.get(key), root) if isinstance(properties, Mapping) else set()
+
+
+def types_of(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, known: dict[int, set[str]] | None = None
+) -> set[str]:
+    """The types that a schema within `root` allows; empty if it does not say. known: those of schemas that have been
+    seen, by their ids: references may lead to one in more ways than could be followed."""
+    known = {} if known is None else known
     if not isinstance(schema, Mapping) or depth > 16:
         return set()
+    if id(schema) not in known:
+        known[id(schema)] = set()
+        known[id(schema)] = _types_of(schema, root, depth + 1, known)
+    return known[id(schema)]
+
+
+def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: dict[int, set[str]]) -> set[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(referred(reference, root), root, depth + 1)
+        return types_of(referred(reference, root), root, depth, known)
     if isinstance(named := schema.get("type"), str | list):
         return {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return {_type_name(value) for value in values}
+        return {kind_of(value) for value in values}
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(key), list):
-            each = [types_of(part, root, depth + 1) for part in parts]
+            each = [types_of(part, root, depth, known) for part in parts]
             if key == "allOf":
                 each = [kinds for kinds in each if kinds][:1]
             return set().union(*each) if all(each) else set()
@@ -121,5 +141,18 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
     return target if reference.startswith("#") else None
 
 
-def _type_name(value: Any) -> str:
+def chain(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The schema of all arguments and those that it refers to, one after another: the last one has the properties. It
+    still has a `$ref` if that leads nowhere."""
+    found = [root]
+    while isinstance(reference := found[-1].get("$ref"), str) and len(found) < 16:
+        target = referred(reference, root)
+        if not isinstance(target, Mapping):
+            break
+        found.append(target)
+    return found
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, as schemas name it."""
     return "string" if isinstance(value, str) else next((kind for kind in ORDER if _is_of(value, kind)), "array")

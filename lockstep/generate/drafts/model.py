@@ -129,7 +129,7 @@ class ModelDraft(Draft):
                 chunk.sequence.computed += chunk.count
             pending = [sequence for sequence in pending if sequence.computed < len(sequence.tokens)]
             if batch.sampled:
-                logits = self.model.logits(hidden[batch.sampled_rows])
+                logits = self._runner.logits(batch, hidden, batch.sampled_rows)
                 tokens = self._sampler.sample(logits, *batch.sampling)[0].tolist()
                 for chunk, token in zip(batch.sampled, tokens):
                     chunk.sequence.tokens.append(token)

@@ -104,7 +104,7 @@ async def answer(
     record.prompt_tokens = sum(map(len, prompts))
     steps = _steps(service, record, prompts, params, begun, plan)
     if not body.stream:
-        return await _whole(service, reply, record, steps, params.n, body.n or 1)
+        return await _whole(service, reply, record, steps, params, body.n or 1)
     # The first item is empty: the request has been accepted, and the response can begin.
     await anext(steps)
     chunks = _chunks(reply, record, steps)
@@ -275,10 +275,10 @@ async def _whole(
     reply: ReplyWriter,
     record: RequestRecord,
     steps: AsyncGenerator[list[Piece], None],
-    drawn: int,
+    params: SamplingParams,
     n: int,
 ) -> Response:
-    """drawn, n: samples per prompt, and how many of them the response has."""
+    """n: how many of each prompt's samples the response has."""
     choices: dict[int, Piece] = {}
     async with aclosing(steps):
         async for pieces in steps:
@@ -288,13 +288,14 @@ async def _whole(
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
-    if drawn > n:
-        ordered = best_of(ordered, drawn, n)
+    if params.n > n:
+        ordered = best_of(ordered, params.n, n)
     for piece in ordered:
         piece.complete()
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
-    # Many long samples have hundreds of thousands of log-probabilities.
-    in_thread = service.in_turn if record.completion_tokens > LONG_ANSWER else asyncio.to_thread
+    # Many long samples, or long prompts, have hundreds of thousands of log-probabilities.
+    written = record.completion_tokens + (0 if params.prompt_logprobs is None else record.prompt_tokens)
+    in_thread = service.in_turn if written > LONG_ANSWER else asyncio.to_thread
     content = await in_thread(partial(reply.answer, ordered, usage))
     return Response(content, media_type="application/json")
 

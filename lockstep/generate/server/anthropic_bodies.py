@@ -13,8 +13,9 @@ from lockstep.generate.server.protocol import (
     Prompts,
     SamplingRequest,
     Stop,
-    Strictly,
+    TextOr,
     refuse_fields,
+    refuse_unknown,
     refuse_unknown_in,
 )
 from lockstep.generate.server.tool_bodies import MOST_TOOLS, Part
@@ -26,11 +27,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("container", "fallbacks", "compaction", "inference_geo"), ()),
     "context_management": ({"edits": []}, KEPT_THINKING),
     "mcp_servers": ([],),
-    "output_format": (),
     "speed": ("standard",),
 }
-"""Unsupported fields, with the values that have no effect."""
-INSTEAD = {"output_format": 'send output_config: {"format": …}'}
+"""Unsupported fields, with the values that have no effect; `INSTEAD` has further ones."""
+INSTEAD = {
+    **dict.fromkeys(("output_format", "response_format"), 'send output_config: {"format": …}'),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "send max_tokens"),
+    "chat_template_kwargs": "send thinking",
+    "parallel_tool_calls": "send tool_choice with disable_parallel_tool_use",
+    "stop": "send stop_sequences",
+}
+"""What to send in place of a field of another API or an earlier version."""
 
 BLOCKS = {
     "text": {"text"},
@@ -67,7 +74,7 @@ class Block(TextBlock):
     input: dict[str, Any] | None = Field(None, description="an object")
     caller: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Strictly[TextBlock] | None = Field(None, description="a string, or a list of blocks of type text")
+    content: TextOr[TextBlock] | None = Field(None, description="a string, or a list of blocks of type text")
     is_error: bool | None = None
 
 
@@ -75,7 +82,7 @@ class Turn(Part):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Strictly[Block] = Field(description="a string, or a list of blocks")
+    content: TextOr[Block] = Field(description="a string, or a list of blocks")
 
 
 class CustomTool(Part):
@@ -120,7 +127,7 @@ class CountTokensRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     messages: Prompts[Turn] = Field(min_length=1)
-    system: str | Strictly[TextBlock] | None = Field(None, description="a string, or a list of blocks of type text")
+    system: TextOr[TextBlock] | None = Field(None, description="a string, or a list of blocks of type text")
     tools: Annotated[list[CustomTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
         None, description=f"a list of up to {MOST_TOOLS} tools"
     )
@@ -134,11 +141,11 @@ class CountTokensRequest(BaseModel):
             # The client's tool runner sends it first, and after this code the whole conversation without it.
             message = "thread is not supported here: this server holds no conversations; send all messages without it"
             raise ApiError(400, message, "thread", "thread_unsupported_request")
-        refuse_fields(self, IGNORED, NEUTRAL, INSTEAD)
+        refuse_fields(self, IGNORED, dict.fromkeys(INSTEAD, ()) | NEUTRAL, INSTEAD)
         _check_blocks(self.system, "system", "system")
         for number, turn in enumerate(self.messages):
             where = f"messages.{number}"
-            refuse_unknown_in(turn, where)
+            refuse_unknown(turn, where)
             _check_blocks(turn.content, f"{where}.content", turn.role)
         if self.messages[-1].role == "assistant":
             message = (
@@ -190,13 +197,14 @@ def _check_block(block: TextBlock, where: str, types: Collection[str], role: str
         raise ApiError(400, f"{message}; there are: {', '.join(types)}", field)
     if block.type not in types:
         raise ApiError(400, f"{where} is a block of type {block.type}; here only {', '.join(types)} may be", field)
-    present = {name for name in type(block).model_fields if getattr(block, name) is not None} - {"type"}
+    declared = block.model_fields_set & type(block).model_fields.keys()
+    present = {name for name in declared if getattr(block, name) is not None} - {"type"}
     fields = BLOCKS[block.type]
     if missing := sorted(fields - OPTIONAL - present):
         raise ApiError(400, f"{where}.{missing[0]} is missing", field)
     if wrong := sorted(present - fields):
         raise ApiError(400, f"{where}.{wrong[0]} is not of a block of type {block.type}; remove it", field)
-    refuse_unknown_in(block, where)
+    refuse_unknown(block, where)
 
 
 def _check_tool(tool: CustomTool, where: str) -> None:

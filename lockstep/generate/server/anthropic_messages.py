@@ -12,8 +12,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.data.chat import readable_values
-from lockstep.data.replies.form import THINK_END
 from lockstep.generate.server.access_log import record_of
 from lockstep.generate.server.answer import answer
 from lockstep.generate.server.anthropic_bodies import (
@@ -27,7 +25,9 @@ from lockstep.generate.server.anthropic_reply import MessageReply
 from lockstep.generate.server.api_error import ApiError, json_response
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.chats import chat_prompt, require_template
+from lockstep.generate.server.history import require_results
 from lockstep.generate.server.protocol import Message, TextPart
+from lockstep.generate.server.reasoning import effort_values, thinking_values
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.tool_bodies import CallBody, CalledFunction, check_names, check_tool
@@ -39,8 +39,7 @@ MOST_CALLS = 1024
 """In one turn of the assistant."""
 MANY_BLOCKS = 256
 """Messages and blocks; longer conversations are converted one at a time."""
-SWITCHES = ("enable_thinking", "thinking")
-"""Values of chat templates that turn reasoning on and off."""
+DEFAULT_EFFORT = "high"
 
 
 async def create_message(service: Service, request: Request, body: MessagesRequest) -> Response:
@@ -82,8 +81,9 @@ def _count(body: CountTokensRequest) -> int:
 
 
 def _checked(body: CountTokensRequest) -> list[Message]:
-    body.check_fields()
-    return conversation(body)
+    messages = conversation(body)
+    require_results(messages, "messages")
+    return messages
 
 
 def conversation(body: CountTokensRequest) -> list[Message]:
@@ -143,15 +143,12 @@ def _of_user(blocks: list[tuple[str, Block]], names: dict[str, str]) -> Iterator
         if not is_result:
             yield _message("user", _text(block for _, block in group))
             continue
-        for where, block in group:
-            if block.tool_use_id not in names:
-                message = f"{where}.tool_use_id is {block.tool_use_id!r:.80}, but no tool_use before it has this id"
-                raise ApiError(400, message, "messages")
+        for _, block in group:
             results = _blocks(block.content or "")
             if block.is_error:
                 # Templates have no other way to say so.
                 results = [TextBlock(type="text", text=f"Error: {results[0].text}"), *results[1:]]
-            name = names[block.tool_use_id]
+            name = names.get(block.tool_use_id or "")
             yield _message("tool", _text(results), tool_call_id=block.tool_use_id, name=name)
 
 
@@ -175,21 +172,7 @@ def _plan(service: Service, body: CountTokensRequest) -> ReplyPlan:
 
 def _template_values(service: Service, body: CountTokensRequest) -> dict[str, Any]:
     """The values with which the chat template follows `thinking` and `effort`. Raises ApiError where it cannot."""
-    template = require_template(service)
-    readable = readable_values(template)
-    values: dict[str, Any] = {}
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        enabled = body.thinking.type == "enabled"
-        reasons = service.reply_form.channels or (service.reply_form.thinks and THINK_END in template.source)
-        if switch := next((name for name in SWITCHES if name in readable), None):
-            values[switch] = enabled
-        elif enabled != reasons:
-            message = f"thinking is {body.thinking.type}, but this model {'always' if reasons else 'never'} reasons"
-            raise ApiError(400, f"{message}: its chat template has no switch for it; remove thinking", "thinking")
+    asked = body.thinking.type if body.thinking is not None else "adaptive"
+    values = {} if asked == "adaptive" else thinking_values(service, asked == "enabled")
     effort = (body.output_config or OutputConfig()).effort
-    if effort and "reasoning_effort" in readable:
-        values["reasoning_effort"] = effort
-    elif effort and effort != "high":  # the API's default
-        message = "output_config.effort is not read by this model's chat template; remove it"
-        raise ApiError(400, message, "output_config", "unsupported_parameter")
-    return values
+    return values | effort_values(service, effort, "output_config.effort", DEFAULT_EFFORT)

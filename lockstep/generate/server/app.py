@@ -144,8 +144,8 @@ async def tokens_of(request: Request) -> Response:
 
 async def _tokenize(service: Service, data: bytes) -> Response:
     if (await _parsed(service, data, HasMessages)).messages is None:
-        return json_response(await tokenize(service, await _parsed(service, data, TokenizePrompt)))
-    return json_response(await tokenize_chat(service, await _parsed(service, data, TokenizeChat)))
+        return await tokenize(service, await _parsed(service, data, TokenizePrompt))
+    return await tokenize_chat(service, await _parsed(service, data, TokenizeChat))
 
 
 @routes.post("/detokenize", openapi_extra=_described(Detokenize))

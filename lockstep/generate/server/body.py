@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from typing import Any, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -18,6 +18,13 @@ MOST = {",": 2**18, '"': 2**17, ":": 2**15, "[": 2**14, "{": 2**15}
 for about 0.05 µs per number and 1 to 2 µs per string, list or object."""
 LARGE = 2**14
 """In bytes. Parsing a smaller body takes negligible time."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A body with fields of which some are ignored, and some refused."""
+
+    def check_fields(self) -> None: ...
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -44,17 +51,20 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
-    """Raises ApiError if the body has too many values, is not JSON, or is not a `kind`."""
+    """Raises ApiError if the body has too many values, is not JSON, is not a `kind`, or has fields that are refused."""
     for character, most in MOST.items():
         if data.count(character.encode()) > most:
             message = f"the body contains the character {character} more than {most} times; send less in one request"
             raise ApiError(413, message)
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         code = "unknown_parameter" if problem["type"] == "extra_forbidden" else None
         raise ApiError(400, _message(problem, kind), _field(problem), code) from None
+    if isinstance(body, Checked):
+        body.check_fields()
+    return body
 
 
 def _field(problem: Any) -> str | None:
@@ -82,15 +92,15 @@ def _message(problem: Any, kind: type[BaseModel]) -> str:
 
 def _described(path: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[int, str] | None:
     """The description of the innermost field on a path that has one, and the length of the path to it."""
-    innermost = None
+    innermost, inner = None, None
     for length, part in enumerate(path, 1):
         if isinstance(part, int):
+            innermost = None if inner else innermost  # wrong is something about this item
             continue
         # A field whose name pydantic has taken ends with an underscore here.
         if (field := kind.model_fields.get(part) or kind.model_fields.get(f"{part}_")) is None:
             break  # what follows names a type of a union
-        if field.description:
-            innermost = length, field.description
+        innermost = (length, field.description) if field.description else None
         if (inner := _model_in(field.annotation)) is None:
             break
         kind = inner

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.replies import ToolFormat
-from lockstep.data.replies.tagged_calls import referred, types_of
+from lockstep.data.replies.tagged_calls import chain
 from lockstep.errors import UserError
-from lockstep.generate.grammars import SPACES
+from lockstep.generate.grammars import SPACES, regex_rule
+from lockstep.generate.server.argument_forms import argument_forms
+from lockstep.generate.server.schema_check import is_annotation
 
-TEXT_KEYWORDS = ("pattern", "format")
-"""Keywords of strings that cannot be enforced where a string is written without quotes."""
+OF_ARGUMENTS = ("$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type")
+"""Keywords of a whole set of arguments that are enforced where each is written by itself. No other keys are written."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ class Rules:
         """A structural token, or its text if the vocabulary has no such token."""
         return f"<[{self.vocabulary[name]}]>" if name in self.vocabulary else quoted(name)
 
-    def until(self, end: str, rule: str = "", limits: str = "*") -> str:
-        """Text, and the mark or text that ends it, which cannot be within it."""
+    def until(self, end: str, rule: str = "", text: str = "TEXT") -> str:
+        """Text, and the mark or text that ends it, which cannot be within it. text: the rule of the text."""
         if end in self.vocabulary:
-            return rf"/(.|\n){limits}/ {self.mark(end)}"
+            return f"{text} {self.mark(end)}"
         name = rule or f"until_{len(self.rules)}"
-        return self.add(f"{name}[suffix={quoted(end)}]", rf"/(.|\n){limits}/").partition("[")[0]
+        return self.add(f"{name}[suffix={quoted(end)}]", text).partition("[")[0]
 
     def lark(self) -> str:
         return "\n".join(f"{name}: {rule}" for name, rule in self.rules.items())
@@ -119,22 +121,42 @@ def _call(rules: Rules, format: ToolFormat, number: int, tool: Tool, enforced: b
 
 def _tagged(rules: Rules, format: ToolFormat, number: int, tool: Tool, enforced: bool) -> str:
     """Arguments as tags around keys and values."""
-    schema = _resolved(tool.schema)
-    properties = schema.get("properties", {}) if enforced else {}
-    required = schema.get("required", [])
-    if enforced and (not isinstance(properties, Mapping) or not set(required) <= set(properties)):
-        raise UserError(f"{tool.name}: every required argument must be one of its properties")
-    if enforced and (unknown := next((key for key in ("anyOf", "oneOf", "allOf", "not") if key in schema), None)):
-        raise UserError(f"{tool.name}: {unknown} of a whole set of arguments is not enforced in this model's format")
     if not enforced:
         return _any_argument(rules, format, number)
+    properties, required = _properties(tool)
     parts = []
-    for position, (key, value) in enumerate(properties.items()):
-        if any(character in key for character in "<>\n"):
-            raise UserError(f"{tool.name}: the name of an argument contains <, > or a line break: {key[:60]!r}")
-        argument = _argument(rules, format, f"value_{number}_{position}", key, value, tool)
+    for position, (key, schema) in enumerate(properties.items()):
+        if not key.strip() or key != key.strip() or any(character in key for character in "<>\n"):
+            problem = "contains <, > or a line break, or begins or ends with a space"
+            raise UserError(f"the name of an argument {problem}: {key[:60]!r}")
+        argument = _argument(rules, format, f"value_{number}_{position}", key, schema, tool)
         parts.append(f"({argument}){'' if key in required else '?'}")
     return " ".join(parts)
+
+
+def _properties(tool: Tool) -> tuple[Mapping[str, Any], list[str]]:
+    """The schemas of a tool's arguments, and the names of the required ones."""
+    schemas = chain(tool.schema)
+    schema = schemas[-1]
+    others = [key for part in schemas for key in part if key not in OF_ARGUMENTS and not is_annotation(key)]
+    others += [key for part in schemas[:-1] for key in ("properties", "required") if key in part]
+    if others:
+        raise UserError(f"{others[0][:80]} of a whole set of arguments is not enforced in this model's format")
+    if "$ref" in schema:
+        raise UserError(f"the schema refers to {schema['$ref']!r:.80}, which it does not have")
+    if any("object" not in _listed(part.get("type", "object")) for part in schemas):
+        raise UserError("the type of a whole set of arguments must be object")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UserError("properties must be an object, and required a list")
+    written = {key: value for key, value in properties.items() if value is not False}
+    if not all(isinstance(key, str) and key in written for key in required):
+        raise UserError("every required argument must be one of its properties")
+    return written, required
+
+
+def _listed(types: Any) -> list[Any]:
+    return types if isinstance(types, list) else [types]
 
 
 def _any_argument(rules: Rules, format: ToolFormat, number: int) -> str:
@@ -152,40 +174,25 @@ PARAMETER_END = "\n</parameter>\n"
 def _argument(rules: Rules, format: ToolFormat, rule: str, key: str, schema: Any, tool: Tool) -> str:
     if format.family == "glm":
         begin = f"{rules.mark('<arg_key>')} {quoted(key)} {rules.mark('</arg_key>')}"
-        value = _value(rules, rule, schema, tool, "</arg_value>")
+        value = _value(rules, rule, key, schema, tool, "</arg_value>", "<arg_key>")
         return rf'{begin} "\n" {rules.mark("<arg_value>")} {value} "\n"'
     begin = f"<parameter={key}>\n"
-    return f"{quoted(begin)} {_value(rules, rule, schema, tool, PARAMETER_END)}"
+    return f"{quoted(begin)} {_value(rules, rule, key, schema, tool, PARAMETER_END, '<parameter=')}"
 
 
-def _value(rules: Rules, rule: str, schema: Any, tool: Tool, end: str) -> str:
-    """An argument's value, and the end of its tag."""
-    root = tool.schema
-    schema = _resolved(schema, root) if isinstance(schema, Mapping) else {}
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    closing = rules.mark(end)
-    if isinstance(choices, list) and choices:
-        written = [value if isinstance(value, str) else json.dumps(value) for value in choices]
-        return f"({' | '.join(map(quoted, written))}) {closing}"
-    types = types_of(schema, root)
-    if types and "string" not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{json_rule({**schema, **definitions})} {closing}"
-    if unenforced := next((key for key in TEXT_KEYWORDS if key in schema), None):
-        raise UserError(f"{tool.name}: {unenforced} of a string is not enforced in this model's format of calls")
-    limits = "*"
-    if {"minLength", "maxLength"} & schema.keys():
-        limits = f"{{{int(schema.get('minLength', 0))},{schema.get('maxLength', '')}}}"
-    return rules.until(end, rule, limits)
-
-
-def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    for _ in range(16):
-        reference = schema.get("$ref")
-        if not isinstance(reference, str):
-            break
-        target = referred(reference, schema if root is None else root)
-        if not isinstance(target, Mapping):
-            raise UserError(f"the schema refers to {reference[:80]!r}, which it does not have")
-        schema = target
-    return schema
+def _value(rules: Rules, rule: str, key: str, schema: Any, tool: Tool, end: str, begin: str) -> str:
+    """An argument's value, and the end of its tag, which the beginning of another may follow."""
+    try:
+        forms = argument_forms(tool.schema, key, schema)
+    except UserError as error:
+        raise UserError(f"the argument {key[:60]!r}: {error}") from error
+    ways = [quoted(text) for text in forms.literals]
+    ways += [rules.add(f"{rule}_json_{number}", json_rule(each)) for number, each in enumerate(forms.schemas)]
+    written = [f"({' | '.join(ways)}) {rules.mark(end)}"] if ways else []
+    # Where a reader would see the end of the value.
+    within = rf"(?s:.*){end.strip()}[\s\x1c-\x1f]*{begin}(?s:.*)"
+    for number, patterns in enumerate(forms.texts):
+        all_of = [*map(regex_rule, patterns or ["(?s:.*)"]), f"~{regex_rule(within)}"]
+        text = rules.add(f"TEXT_{rule}_{number}".upper(), " & ".join(all_of))
+        written.append(rules.until(end, f"{rule}_{number}", text))
+    return f"({' | '.join(written)})"

@@ -26,7 +26,6 @@ SHORT_ECHO = 64
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     """POST /v1/completions."""
-    body.check_fields()
     whole = await _prompts(service, body)
     prompts = [truncated(service, body, prompt) for prompt in whole]
     plan = ReplyPlan(content=body.content_rule(), content_field=body.content_field)

@@ -7,6 +7,11 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+READ = 2**16
+"""Bytes of a body that are read in one iteration of the event loop."""
+READ_UNKNOWN = 2**10
+"""The same for input that may come in chunks of one byte, at 16 µs each."""
+
 
 class BoundedConnection(H11Protocol):
     """Closes a connection at once if the client
@@ -27,6 +32,7 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         # All that the kernel does not accept at once counts as unread: responses are not buffered here.
         transport.set_write_buffer_limits(high=0)
+        self._read_at_once(READ_UNKNOWN)
         if len(self.connections) > self.max_connections:
             transport.abort()
         else:
@@ -40,9 +46,13 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._start_read_timeout()
+        # At most the rest of a body of known length (private to h11), to read nothing of the next request.
+        left = getattr(self.conn._reader, "_remaining", 0)
+        self._read_at_once(min(READ, left) or READ_UNKNOWN)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._read_at_once(READ_UNKNOWN)
         self._start_read_timeout()
 
     def pause_writing(self) -> None:
@@ -52,6 +62,9 @@ class BoundedConnection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cancel_write_timeout()
+
+    def _read_at_once(self, most: int) -> None:
+        self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's transports read this much
 
     def _start_read_timeout(self) -> None:
         cycle: Any = self.cycle

@@ -23,6 +23,9 @@ from lockstep.generate.server.api_error import ApiError, engine_failed, grammar_
 from lockstep.host_memory import return_freed_memory
 
 Result = TypeVar("Result")
+GRAMMAR_SECONDS, GRAMMAR_SECONDS_OF_TOKEN = 0.25, 0.002
+"""Processor time that a sample's grammar may take: every other client waits for it. Those of schemas take 0.01 to 0.15
+ms per token; that of an ambiguous grammar grows with the text."""
 IDLE_SECONDS = 5.0
 """Idle time after which the engine returns freed memory to the system."""
 PromptEvent = tuple[int, TokenEvent]
@@ -116,6 +119,7 @@ class EngineLoop:
                 running = self._take_commands()
                 if self._has_work():
                     self._dispatch(self.engine.step())
+                    self._end_slow_grammars()
             except BaseException as error:  # including a library's panic: waiting clients must get an error
                 self._fail(error)
 
@@ -196,6 +200,14 @@ class EngineLoop:
                 batches.setdefault(generation, []).append((position, event))
         if batches:
             self._post(_deliver, batches)
+
+    def _end_slow_grammars(self) -> None:
+        # Only here, not in the engine: ranks that share a model would measure different times.
+        for request_id in self.engine.slow_grammars(GRAMMAR_SECONDS, GRAMMAR_SECONDS_OF_TOKEN):
+            if request_id in self._owners:
+                generation, _ = self._owners[request_id]
+                self._abort(generation)
+                self._post(generation.fail, grammar_failed("its steps take too long; make it less ambiguous"))
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the engine has failed; requests are refused until the server is restarted", exc_info=error)

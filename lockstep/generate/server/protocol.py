@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from lockstep.data.chat import ChatTemplateError
 from lockstep.data.messages import SHOWN_REASONING, CallLayout
 from lockstep.errors import closest
 from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.reasoning import EFFORTS, Effort
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.tool_bodies import (
     CHOICE,
@@ -45,6 +46,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 IGNORED = {
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
@@ -60,13 +62,13 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values with which an unknown field of a part is accepted."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Of OpenAI.
-    **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    "verbosity": ("medium",),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("tools", "functions"), ([],)),
     "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     # Of vLLM and SGLang.
     **dict.fromkeys(("allowed_token_ids", "chat_template"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
@@ -174,7 +176,7 @@ class SamplingRequest(BaseModel):
         for part in ("response_format", "structured_outputs"):
             refuse_unknown_in(getattr(self, part), part)
         if self.stream_options is not None:
-            _refuse_unknown(self.stream_options, "stream_options", ())
+            refuse_unknown(self.stream_options, "stream_options", ())
             if not self.stream:
                 raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.return_routes and not self.return_token_ids:
@@ -278,10 +280,18 @@ class TextPart(BaseModel):
     """A part of a message."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["text"]
+    type: Literal["text"] = Field(description="text: other parts are not supported here")
     text: str
 
 
+def text_or_parts(value: Any) -> str:
+    """The form of a content, so that what is wrong about a part of it is said of the part."""
+    return "(text)" if isinstance(value, str) else "(parts)"
+
+
+TextOr = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[Strictly[Item], Tag("(parts)")], Discriminator(text_or_parts)
+]
 CONTENT = "a string, or a list of parts of type text"
 
 
@@ -290,7 +300,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Strictly[TextPart] | None = Field(default=None, description=CONTENT)
+    content: TextOr[TextPart] | None = Field(default=None, description=CONTENT)
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(default=None, description="what an earlier answer had as its reasoning")
@@ -326,6 +336,7 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="an object of values that the chat template reads, such as enable_thinking"
     )
+    reasoning_effort: Effort | None = Field(None, description=EFFORTS)
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
         None, description=f"a list of up to {MOST_TOOLS} tools"
     )
@@ -343,9 +354,9 @@ class ChatRequest(SamplingRequest):
     def check_fields(self) -> None:
         super().check_fields()
         for position, message in enumerate(self.messages):
-            _refuse_unknown(message, f"messages.{position}")
+            refuse_unknown(message, f"messages.{position}")
             for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                _refuse_unknown(part, f"messages.{position}.content.{number}")
+                refuse_unknown(part, f"messages.{position}.content.{number}")
             if (message.reasoning_content or message.reasoning) and message.role != "assistant":
                 raise ApiError(400, f"messages.{position}: only the assistant's messages have reasoning", "messages")
             for number, call in enumerate(message.tool_calls or ()):
@@ -422,12 +433,12 @@ def refuse_fields(
 def refuse_unknown_in(part: Any, where: str) -> None:
     """Raises ApiError for an unknown field of a part of the body, or of a part of that."""
     if isinstance(part, BaseModel):
-        _refuse_unknown(part, where)
+        refuse_unknown(part, where)
         for name in type(part).model_fields:
             refuse_unknown_in(getattr(part, name), f"{where}.{name.rstrip('_')}")
 
 
-def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
+def refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNORED_IN_PARTS) -> None:
     """Raises ApiError for an unknown field of a part of the body, unless its value has no effect."""
     for name, value in (part.model_extra or {}).items():
         if name not in ignored and not any(_same(value, v) for v in NOTHING):
@@ -438,8 +449,10 @@ def _refuse_unknown(part: BaseModel, where: str, ignored: Collection[str] = IGNO
 
 def _hint(name: str, part: BaseModel) -> str:
     """A hint at the unset field that an unknown one may mean; empty if it is closest to a field that is set."""
-    fields = type(part).model_fields
-    present = {field for field in part.model_fields_set if getattr(part, field) is not None}
+    fields = {field.alias or key: key for key, field in type(part).model_fields.items()}
+    present = {
+        shown for shown, key in fields.items() if key in part.model_fields_set and getattr(part, key) is not None
+    }
     if name in UNSUPPORTED_IN_MESSAGES or present & {*difflib.get_close_matches(name[:64], fields, n=1)}:
         return ""
     return closest(name[:64], fields.keys() - present)

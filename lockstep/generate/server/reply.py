@@ -200,7 +200,8 @@ class Reply:
         else:
             echoed = self.echo.texts[piece.prompt] if self.echo and piece.first else ""
             choice["text"] = echoed + ("" if self.only_prompt else piece.text)
-        choice["finish_reason"] = piece.finish_reason
+        # The one of a token that is not shown would be left to chance.
+        choice["finish_reason"] = "length" if self.only_prompt and piece.finish_reason else piece.finish_reason
         if self.token_ids:
             events = self._shown(piece)
             choice["token_ids"] = [event.token_id for event in events]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lockstep.data.replies import ReplyForm
 from lockstep.data.replies.form import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, THINK, THINK_END
-from lockstep.generate.grammars import regex_rule
+from lockstep.generate.grammars import lark_grammar, regex_grammar, regex_rule
 from lockstep.generate.server.call_rules import Rules, Tool, call_rules, json_rule, quoted
 
 SPACE = r"/[ \t\r\n]{0,4}/"
@@ -36,6 +36,14 @@ class ContentRule:
             case "choice":
                 return " | ".join(map(quoted, self.choices))
         return "@content"
+
+    def add_to(self, rules: Rules) -> str:
+        """The name of its rule. Choices are a terminal: as rules, llguidance would follow 2,000 at most."""
+        return rules.add("CHOICE" if self.kind == "choice" else "content_rule", self.rule())
+
+    def free_grammar(self) -> str:
+        """The grammar of a regular expression or in Lark's syntax by itself; empty for others."""
+        return {"regex": regex_grammar, "lark": lark_grammar}[self.kind](self.text) if self.text else ""
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,14 @@ def _ways(rules: Rules, form: ReplyForm, content: ContentRule | None, calls: Cal
     """What may follow the reasoning."""
     if calls is None:
         assert content is not None
-        return [rules.add("content_rule", content.rule())]
+        return [content.add_to(rules)]
     format = form.calls
     assert format is not None
     called = call_rules(rules, format, calls.tools, calls.many)
     if calls.required:
         return [called]
     if content is not None:
-        return [rules.add("content_rule", content.rule()), called]
+        return [content.add_to(rules), called]
     if format.family == "llama3":  # calls without a mark: other text cannot begin as they do
         return [called, r"/([ \t\r\n]*[^{ \t\r\n](.|\n)*)?/"]
     return ["TEXT", f"TEXT {called}"]
@@ -101,7 +109,7 @@ def _channels(rules: Rules, content: ContentRule | None, calls: CallRule | None)
     thought = rules.add("thought", f'{channel} ("analysis" | "commentary") {message} TEXT {end} {again}')
     ways = []
     if content is not None or not (calls and calls.required):
-        said = "TEXT" if content is None else rules.add("content_rule", content.rule())
+        said = "TEXT" if content is None else content.add_to(rules)
         ways.append(f'{channel} "final" {message} {said}')
     if calls is not None:
         for number, (tool, enforced) in enumerate(calls.tools):

@@ -6,16 +6,15 @@ import json
 import secrets
 import time
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lockstep.data.chat import readable_values
 from lockstep.generate.server.answer import answer, truncated
 from lockstep.generate.server.api_error import ApiError, json_response
 from lockstep.generate.server.chats import LONG_CHAT, chat_prompt, default_length, require_template
 from lockstep.generate.server.protocol import Message
+from lockstep.generate.server.reasoning import effort_values
 from lockstep.generate.server.responses_body import ResponsesRequest
 from lockstep.generate.server.responses_items import messages_of
 from lockstep.generate.server.responses_reply import ResponsesReply
@@ -28,7 +27,6 @@ MOST_MESSAGES = 4096
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """POST /v1/responses."""
     require_template(service)
-    body.check_fields()
     history = _history(service, body)
     large = len(body.input) >= LONG_CHAT and not isinstance(body.input, str)
     work = partial(messages_of, body.input, service.between)
@@ -40,7 +38,8 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     if len(messages) > MOST_MESSAGES:
         raise ApiError(400, f"the conversation has {len(messages)} messages, more than {MOST_MESSAGES}", "input")
     plan = body.plan(service)
-    values = _reasoning_values(service, body) | (body.chat_template_kwargs or {})
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    values = effort_values(service, effort, "reasoning.effort") | (body.chat_template_kwargs or {})
     prompt = truncated(service, body, await chat_prompt(service, messages, values, plan, "input"))
     max_tokens = body.max_output_tokens or default_length(service, prompt)
     top_logprobs = (body.top_logprobs or 0) if body.includes_logprobs else None
@@ -92,22 +91,6 @@ def _history(service: Service, body: ResponsesRequest) -> tuple[Message, ...]:
         message = f"Previous response with id {body.previous_response_id!r} not found."
         raise _unknown(400, message, "previous_response_id", "previous_response_not_found")
     return stored.messages
-
-
-def _reasoning_values(service: Service, body: ResponsesRequest) -> dict[str, Any]:
-    """The template's values for the effort of reasoning. Raises ApiError for one that the model cannot be told."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None:
-        return {}
-    readable = readable_values(require_template(service))
-    if "reasoning_effort" in readable:
-        return {"reasoning_effort": effort}
-    if effort == "none" and "enable_thinking" in readable:
-        return {"enable_thinking": False}
-    if effort == "medium" or (effort == "none" and not service.reply_form.thinks):
-        return {}
-    message = f"reasoning.effort: this model's chat template has no way to ask for {effort!r}; remove it"
-    raise ApiError(400, message, "reasoning", "unsupported_parameter")
 
 
 async def _head(service: Service, body: ResponsesRequest) -> dict[str, str]:

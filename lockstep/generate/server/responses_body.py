@@ -10,6 +10,7 @@ from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.protocol import INSTEAD, LARGEST, NEUTRAL, Prompts, SamplingRequest, refuse_unknown_in
+from lockstep.generate.server.reasoning import EFFORTS, Effort
 from lockstep.generate.server.reply_grammar import ContentRule
 from lockstep.generate.server.responses_items import InputItem, OtherItem
 from lockstep.generate.server.tool_bodies import (
@@ -99,7 +100,7 @@ class TextBody(Part):
 
 
 class ReasoningBody(Part):
-    effort: str | None = Field(None, max_length=64, description="a string")
+    effort: Effort | None = Field(None, description=EFFORTS)
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -126,9 +127,9 @@ class ResponsesRequest(SamplingRequest):
     input: Annotated[
         Annotated[str, Tag("(text)")] | Annotated[Prompts[InputItem], Tag("(items)")],
         Discriminator(lambda value: "(text)" if isinstance(value, str) else "(items)"),
-    ]
+    ] = Field(description="a string, or a list of up to 4096 items")
     instructions: str | None = None
-    previous_response_id: str | None = Field(None, max_length=128, description="a string")
+    previous_response_id: str | None = Field(None, max_length=128, description="a string of up to 128 characters")
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=LARGEST)
     tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None

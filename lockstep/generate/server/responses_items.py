@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from lockstep.generate.server.api_error import ApiError
-from lockstep.generate.server.protocol import Message, Strictly, refuse_unknown_in
+from lockstep.generate.server.protocol import Message, Strictly, TextOr, refuse_unknown_in
 from lockstep.generate.server.tool_bodies import CallBody, CalledFunction, Part
 
 
@@ -38,13 +38,7 @@ class TextPart(Part):
     logprobs: list[Any] | None = None
 
 
-def _of_parts(value: Any) -> str:
-    return "(text)" if isinstance(value, str) else "(parts)"
-
-
-Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[Strictly[TextPart], Tag("(parts)")], Discriminator(_of_parts)
-]
+Content = TextOr[TextPart]
 
 
 class MessageItem(Item):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.data.replies.tagged_calls import referred
@@ -14,55 +15,122 @@ ANNOTATIONS = frozenset(
     )
 )
 """Those that restrict no value. OpenAPI's `nullable` would allow more: without it null is not allowed."""
-SCHEMAS = frozenset(("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"))
-"""Keywords whose value is a schema."""
-LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
-MAPS = frozenset(("$defs", "definitions", "properties", "patternProperties", "dependentSchemas"))
+SCHEMAS = frozenset(
+    (
+        *("additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not"),
+        *("oneOf", "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+    )
+)
+"""Keywords whose value is a schema, or a list of them."""
+MAPS = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
+KEYED = ("properties", "patternProperties")
 KNOWN = (
     ANNOTATIONS
     | SCHEMAS
-    | LISTS
     | MAPS
     | frozenset(
         (
-            *("$ref", "additionalItems", "const", "dependencies", "dependentRequired", "enum", "exclusiveMaximum"),
-            *("exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength", "maxProperties", "maximum"),
-            *("minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required"),
-            *("type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+            *("$ref", "const", "dependentRequired", "enum", "exclusiveMaximum", "exclusiveMinimum", "format"),
+            *("maxContains", "maxItems", "maxLength", "maxProperties", "maximum", "minContains", "minItems"),
+            *("minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type", "uniqueItems"),
         )
     )
 )
 """All others restrict: llguidance enforces them, or refuses them by name."""
 
 
+def is_annotation(key: str) -> bool:
+    """Whether a keyword restricts no value. `x-` and its like are free."""
+    return key in ANNOTATIONS or key.startswith("x-")
+
+
 def unknown_keyword(schema: Any) -> str:
     """The path of the first keyword that is not one of JSON Schema's, such as `properties.a.minlength`; empty if there
-    is none. `x-` and its like are free."""
+    is none."""
+    parts = _subschemas(schema)
+    return next(
+        (f"{path}{key}" for path, part in parts for key in part if key not in KNOWN and not is_annotation(key)), ""
+    )
+
+
+def miscounted_keys(schema: Any) -> str:
+    """The path of the first `minProperties` that a key written twice could satisfy; empty if there is none. A key that
+    is not among the properties may be, so only one beside the required ones is certain."""
+    for path, part in _subschemas(schema):
+        least, certain = part.get("minProperties"), len(_names(part.get("required")))
+        is_open = part.get("additionalProperties", True) is not False or part.get("patternProperties")
+        if isinstance(least, int) and least > certain + 1 and is_open:
+            return f"{path}minProperties"
+    return ""
+
+
+CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+CONTROL_IN_PATTERN = re.compile(
+    CONTROL.pattern + r"|\\(?:[aev0]|c[A-Za-z]|(?:x|u00)(?:0[0-7bBe-fE-F]|1[0-9a-fA-F]|7[fF]))"
+)
+CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+
+
+def control_characters(schema: Any) -> str:
+    """The path of the first keyword that asks for characters that are not written in JSON; empty if there is none."""
+    for path, part in _subschemas(schema):
+        if isinstance(pattern := part.get("pattern"), str):
+            # Of a class, the other characters are written.
+            outside = CLASS.sub(lambda match: "" if match[0][0] == "[" or match[0] == r"\\" else match[0], pattern)
+            if CONTROL_IN_PATTERN.search(outside):
+                return f"{path}pattern"
+        for key in ("const", "enum"):
+            if any(map(CONTROL.search, _texts(part.get(key)))):
+                return f"{path}{key}"
+    return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list | Mapping):
+            waiting += one.values() if isinstance(one, Mapping) else one
+
+
+def patterns(schema: Any) -> Iterator[str]:
+    """All regular expressions of a schema."""
+    for _, part in _subschemas(schema):
+        if isinstance(pattern := part.get("pattern"), str):
+            yield pattern
+        if isinstance(named := part.get("patternProperties"), Mapping):
+            yield from named
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A schema and those within it, each with the beginning of its keywords' paths."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         path, part = waiting.pop()
         if not isinstance(part, Mapping):
             continue
+        yield path, part
         for key, value in part.items():
-            where = f"{path}{key}"
-            if key in SCHEMAS:
-                waiting.append((f"{where}.", value))
-            elif key in LISTS and isinstance(value, list):
-                waiting += [(f"{where}.{number}.", one) for number, one in enumerate(value)]
+            if key in SCHEMAS and not isinstance(value, list):
+                waiting.append((f"{path}{key}.", value))
+            elif key in SCHEMAS:
+                waiting += [(f"{path}{key}.{number}.", one) for number, one in enumerate(value)]
             elif key in MAPS and isinstance(value, Mapping):
-                waiting += [(f"{where}.{name}.", one) for name, one in value.items()]
-            elif key not in KNOWN and not key.startswith("x-"):
-                return where
-    return ""
+                waiting += [(f"{path}{key}.{name}.", one) for name, one in value.items()]
 
 
-MOST_ROUNDS = 64
+MOST_ROUNDS, MOST_REFERENCES = 64, 1024
+"""Schemas with more are not looked into further."""
 
 
 def is_endless(schema: Mapping[str, Any]) -> bool:
     """Whether every value that fits the schema would contain another one without end, as of an object that requires
     one of its own kind."""
     references = _references(schema)
+    if len(references) > MOST_REFERENCES:
+        return False
     finite: set[str] = set()
     for _ in range(MOST_ROUNDS):
         new = {name for name in references - finite if _ends(referred(name, schema), finite)}
@@ -86,22 +154,52 @@ def _references(schema: Any) -> set[str]:
     return found
 
 
-def _ends(schema: Any, finite: set[str]) -> bool:
-    """Whether some value fits that ends, if those of the `finite` references do."""
+def _ends(schema: Any, finite: set[str], outer: frozenset[str] = frozenset()) -> bool:
+    """Whether some value fits that ends, if those of the `finite` references do. outer: the types that a schema with
+    this one among its parts allows; empty: all."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return True
     if isinstance(name := schema.get("$ref"), str) and name not in finite:
         return False
+    named = schema.get("type", outer)
+    types = frozenset([named] if isinstance(named, str) else _names(named))
     for key, holds in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        if isinstance(parts := schema.get(key), list) and not holds(_ends(part, finite) for part in parts):
+        parts = schema.get(key)
+        if isinstance(parts, list) and parts and not holds(_ends(part, finite, types) for part in parts):
             return False
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
     if not types or types - {"object", "array"}:
         return True
-    properties, required = schema.get("properties"), schema.get("required")
-    if "object" in types:
-        needed = required if isinstance(required, list) and isinstance(properties, Mapping) else []
-        if all(_ends(properties.get(key), finite) for key in needed if properties):
-            return True
-    return "array" in types and (not schema.get("minItems") or _ends(schema.get("items"), finite))
+    return ("object" in types and _object_ends(schema, finite)) or ("array" in types and _array_ends(schema, finite))
+
+
+def _names(values: Any) -> set[str]:
+    return {one for one in values if isinstance(one, str)} if isinstance(values, list | frozenset) else set()
+
+
+def _object_ends(schema: Mapping[str, Any], finite: set[str]) -> bool:
+    properties, by_pattern = (named if isinstance(named := schema.get(key), Mapping) else {} for key in KEYED)
+    required = _names(schema.get("required"))
+    # Of keys that are no properties: any of these, as matching patterns from a request may take forever.
+    others = [one for one in (schema.get("additionalProperties", True), *by_pattern.values()) if one is not False]
+    more = not others or any(_ends(one, finite) for one in others)
+    if not all(_ends(properties[key], finite) if key in properties else more for key in required):
+        return False
+    least = schema.get("minProperties", 0)
+    missing = least - len(required) if isinstance(least, int) else 0
+    if missing <= 0 or (others and more):
+        return True
+    optional = [key for key in properties if key not in required and properties[key] is not False]
+    # With too few keys no value fits, which the compiler says.
+    too_few = not others and len(optional) < missing
+    return too_few or sum(_ends(properties[key], finite) for key in optional) >= missing
+
+
+def _array_ends(schema: Mapping[str, Any], finite: set[str]) -> bool:
+    least = schema.get("minItems", 0)
+    if not isinstance(least, int) or least <= 0:
+        return True
+    items, first = schema.get("items", True), schema.get("prefixItems", [])
+    if isinstance(items, list):  # until draft 2019-09
+        items, first = schema.get("additionalItems", True), items
+    first = first[:least] if isinstance(first, list) else []
+    return all(_ends(one, finite) for one in first) and (least <= len(first) or _ends(items, finite))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from lockstep.generate.server.answer import encode
-from lockstep.generate.server.chats import chat_prompt, plan_of
+from lockstep.generate.server.chats import chat_prompt, plan_of, template_values
 from lockstep.generate.server.completions import check_tokens
 from lockstep.generate.server.protocol import ChatRequest, Strictly, TokenId
 from lockstep.generate.server.service import Service
@@ -49,7 +52,7 @@ class HasMessages(BaseModel):
     messages: Any = None
 
 
-async def tokenize(service: Service, body: TokenizePrompt) -> dict[str, Any]:
+async def tokenize(service: Service, body: TokenizePrompt) -> Response:
     """The response to a text. Raises ApiError for one that is too long."""
     (tokens,) = await encode(service, [body.prompt], "prompt")
     if body.add_special_tokens is not False:
@@ -58,25 +61,39 @@ async def tokenize(service: Service, body: TokenizePrompt) -> dict[str, Any]:
     return await tokenized(service, tokens, body.return_token_strs)
 
 
-async def tokenize_chat(service: Service, body: TokenizeChat) -> dict[str, Any]:
+async def tokenize_chat(service: Service, body: TokenizeChat) -> Response:
     """The response to a chat."""
-    body.check_fields()
-    prompt = await chat_prompt(service, body.messages, body.chat_template_kwargs or {}, plan_of(service, body))
+    plan = plan_of(service, body)
+    prompt = await chat_prompt(service, body.messages, template_values(service, body), plan)
     return await tokenized(service, prompt, body.return_token_strs)
 
 
-async def tokenized(service: Service, tokens: list[int], with_names: bool | None) -> dict[str, Any]:
+async def tokenized(service: Service, tokens: list[int], with_names: bool | None) -> Response:
     """The response with these tokens."""
-    names = None
-    if with_names:
-        work = partial(service.tokenizer.token_names, tokens)
-        names = work() if len(tokens) < LONG else await service.in_turn(work)
-    return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": names}
+    work = partial(_listed, service, tokens, with_names)
+    return Response(work() if len(tokens) < LONG else await service.in_turn(work), media_type="application/json")
+
+
+def _listed(service: Service, tokens: list[int], with_names: bool | None) -> str:
+    names = service.tokenizer.token_names(tokens) if with_names else None
+    fields = {"count": str(len(tokens)), "max_model_len": str(service.context), "tokens": _json(tokens)}
+    fields |= {"token_strs": "null" if names is None else _json(names)}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
+def _json(values: Sequence[int | str]) -> str:
+    """A list, in parts: no other thread runs while one is encoded."""
+    parts = (json.dumps(values[begin : begin + LONG])[1:-1] for begin in range(0, len(values), LONG))
+    return f"[{', '.join(parts)}]"
 
 
 async def detokenize(service: Service, tokens: list[int]) -> dict[str, Any]:
     """The text of tokens. Raises ApiError for some that the model does not have."""
+    work = partial(_text, service, tokens)
+    return {"prompt": work() if len(tokens) < LONG else await service.in_turn(work)}
+
+
+def _text(service: Service, tokens: list[int]) -> str:
     if tokens:
         check_tokens(service, tokens, "tokens")
-    work = partial(service.tokenizer.decode, tokens, special=True)
-    return {"prompt": work() if len(tokens) < LONG else await service.in_turn(work)}
+    return service.tokenizer.decode(tokens, special=True)

@@ -18,7 +18,7 @@ MOST_TOOLS = 1024
 NAME = re.compile(r"[a-zA-Z0-9_-]+")
 LONGEST_NAME = 64
 MOST_CHOICES = 4096
-PATTERN = Annotated[str, Field(min_length=1, max_length=2**16)]
+PATTERN = Annotated[str, Field(min_length=1, max_length=2**12)]
 
 
 class Part(BaseModel):
@@ -63,7 +63,9 @@ class CallBody(Part):
     """A call in the history."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] = Field(
+        default="function", description="function: other kinds of calls are not supported here"
+    )
     function: CalledFunction = Field(description="an object with name and arguments")
 
     def plain(self) -> dict[str, Any]:
@@ -89,11 +91,13 @@ class StructuredOutputs(Part):
     """What the content must be, in vLLM's form."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, an object or its JSON")
-    regex: PATTERN | None = Field(None, description="a regular expression")
+    regex: PATTERN | None = Field(None, description="a regular expression of up to 4096 characters")
     choice: list[PATTERN] | None = Field(
-        None, min_length=1, max_length=MOST_CHOICES, description=f"1 to {MOST_CHOICES} strings"
+        None, min_length=1, max_length=MOST_CHOICES, description=f"1 to {MOST_CHOICES} strings of up to 4096 characters"
     )
-    grammar: PATTERN | None = Field(None, description="a grammar in Lark's syntax")
+    grammar: str | None = Field(
+        None, min_length=1, max_length=2**14, description="a grammar in Lark's syntax, of up to 16384 characters"
+    )
     json_object: bool | None = Field(None, description="true or false")
 
 

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.data.replies import PLAIN, ReplyForm, ToolFormat, last_mark, reply_form
 from lockstep.errors import UserError
+from lockstep.generate.grammars import json_grammar
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.call_rules import Tool
 from lockstep.generate.server.reply_grammar import CallRule, ContentRule, reply_grammar
-from lockstep.generate.server.schema_check import is_endless, unknown_keyword
+from lockstep.generate.server.schema_check import (
+    control_characters,
+    is_endless,
+    miscounted_keys,
+    patterns,
+    unknown_keyword,
+)
 
 if TYPE_CHECKING:
     from lockstep.generate.server.service import Service
 
 ToolChoice = Literal["none", "auto", "required"] | tuple[str]
 """A tuple has the name of the tool to call."""
+
+MOST_PATTERNS = 32
+"""Of a schema that cannot be compiled, which are tried one by one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def plan_reply(
     if isinstance(choice, tuple) and choice[0] not in {tool.name for tool in tools}:
         raise ApiError(400, f"tool_choice names {choice[0][:80]!r}, which is not one of the tools", "tool_choice")
     if choice == "required" and not tools:
-        raise ApiError(400, "tool_choice is required, but there are no tools", "tool_choice")
+        raise ApiError(400, "tool_choice requires a call, but there are no tools", "tool_choice")
     if not tools or choice == "none":
         # Tools that may not be called are not shown either.
         return ReplyPlan(service.reply_form, content=content, content_field=content_field)
@@ -118,7 +129,8 @@ def _call_rule(plan: ReplyPlan) -> CallRule | None:
         return None
     named = plan.choice[0] if isinstance(plan.choice, tuple) else None
     tools = [tool for tool in plan.tools if named in (None, tool.name)]
-    return CallRule([(tool, True) for tool in tools], required, plan.parallel)
+    # An endless grammar compiles, but no sample of it ends.
+    return CallRule([(tool, tool.strict or not is_endless(tool.schema)) for tool in tools], required, plan.parallel)
 
 
 def _begins_with_token(form: ReplyForm, format: ToolFormat) -> bool:
@@ -136,7 +148,8 @@ def _compiled(service: Service, plan: ReplyPlan, after: str, calls: CallRule | N
     if calls is None:
         raise problem
     # Only a strict tool's arguments must fit its schema; those of others do where it can be enforced.
-    loose = replace(calls, tools=[(tool, _is_enforced(service, plan, tool)) for tool, _ in calls.tools])
+    tools = [(tool, enforced and _is_enforced(service, plan, tool)) for tool, enforced in calls.tools]
+    loose = replace(calls, tools=tools)
     if loose == calls:
         raise problem
     try:
@@ -147,8 +160,26 @@ def _compiled(service: Service, plan: ReplyPlan, after: str, calls: CallRule | N
 
 def _compile(service: Service, plan: ReplyPlan, after: str, calls: CallRule | None) -> str:
     grammar = reply_grammar(plan.form, after, plan.content, calls)
-    service.engine.grammars.compile(grammar)
+    try:
+        service.engine.grammars.compile(grammar, plan.content.free_grammar() if plan.content is not None else "")
+    except UserError as error:
+        schemas = [tool.schema for tool, enforced in calls.tools if enforced] if calls else []
+        if plan.content is not None and plan.content.schema is not None:
+            schemas.append(plan.content.schema)
+        if pattern := _unusable_pattern(service, schemas):
+            raise UserError(f"{error}; the pattern is {pattern!r:.120}") from error
+        raise
     return grammar
+
+
+def _unusable_pattern(service: Service, schemas: Sequence[Mapping[str, Any]]) -> str:
+    """The first of some patterns that is the reason for an error; empty if none is."""
+    for pattern in islice(chain.from_iterable(map(patterns, schemas)), MOST_PATTERNS):
+        try:
+            service.engine.grammars.compile(json_grammar({"type": "string", "pattern": pattern}))
+        except UserError:
+            return pattern
+    return ""
 
 
 def _is_enforced(service: Service, plan: ReplyPlan, tool: Tool) -> bool:
@@ -162,15 +193,22 @@ def _is_enforced(service: Service, plan: ReplyPlan, tool: Tool) -> bool:
     return True
 
 
+CHECKS = (
+    (unknown_keyword, "is not a keyword that is enforced; remove it"),
+    (miscounted_keys, "is not enforced where other keys than the required ones are free: they could be the same"),
+    (control_characters, "has control characters, which are not written in JSON"),
+)
+
+
 def _check_keywords(plan: ReplyPlan) -> None:
-    """Raises ApiError for what the compiler accepts in silence: keywords that nobody knows, and endless values."""
+    """Raises ApiError for what the compiler accepts in silence."""
     schemas = [(f"the tool {tool.name}", tool.schema, "tools") for tool in plan.tools if tool.strict]
     if plan.content is not None and plan.content.schema is not None:
         schemas.append(("the schema", plan.content.schema, plan.content_field))
     for what, schema, field in schemas:
-        if unknown := unknown_keyword(schema):
-            message = f"{what}: {unknown[:120]} is not a keyword that is enforced; remove it"
-            raise ApiError(400, message, field, "unsupported_schema")
+        for finds, problem in CHECKS:
+            if path := finds(schema):
+                raise ApiError(400, f"{what}: {path[:120]} {problem}", field, "unsupported_schema")
         if is_endless(schema):
             message = f"{what} cannot be satisfied: every value would contain another one without end"
             raise ApiError(400, message, field, "unsupported_schema")

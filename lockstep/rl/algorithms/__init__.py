@@ -12,11 +12,15 @@ from lockstep.rl.algorithms.advantages import (
     value_returns,
     whitened,
 )
-from lockstep.rl.algorithms.losses import PolicyLossInputs, divergences, token_weights, value_losses
+from lockstep.rl.algorithms.losses import LossFunction, PolicyLossInputs, divergences, token_weights, value_losses
 from lockstep.rl.algorithms.objective import objective, policy_loss
 from lockstep.rl.algorithms.off_policy import correction, ratio_metrics, ratios
+from lockstep.rl.algorithms.own import AdvantageFunction, AdvantageInputs
 
 __all__ = [
+    "AdvantageFunction",
+    "AdvantageInputs",
+    "LossFunction",
     "PolicyLossInputs",
     "best_of_group",
     "correction",

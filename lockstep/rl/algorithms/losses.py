@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from lockstep import ops
@@ -16,15 +16,17 @@ Loss = tuple[Float[Tensor, "tokens"], Bool[Tensor, "tokens"]]
 """For each token: its loss before weighting, and whether it was clipped."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PolicyLossInputs:
-    """One value per sampled token of a micro-batch, whose completions are concatenated."""
+    """What a policy loss is a function of: one float32 per sampled token of a micro-batch, whose completions are
+    concatenated."""
 
     log_probs: Float[Tensor, "tokens"]
     """Of the policy being trained; carries the gradient."""
     old_log_probs: Float[Tensor, "tokens"]
     """Of the policy in the denominator of the importance ratio: the one before the step."""
     advantages: Float[Tensor, "tokens"]
+    """The same for all tokens of a completion, unless the run's advantages are per token."""
     weights: Float[Tensor, "tokens"]
     """Share of each token in the step's loss; see `token_weights`."""
     reference_log_probs: Float[Tensor, "tokens"] | None = None
@@ -49,6 +51,20 @@ class PolicyLossInputs:
         """Tokens of each completion."""
         return [self.log_probs.numel()] if self.lengths is None else list(self.lengths)
 
+    def completion_means(self, values: Float[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
+        """At each token, the mean of `values` over its completion, without gradient."""
+        return mean_of_each(values, self.of_completions)
+
+    def average(self, values: Shaped[Tensor, "tokens"]) -> Float[Tensor, ""]:
+        """This micro-batch's share of the step's mean of `values`, weighted as the loss is: a metric of a loss."""
+        return ops.total(values.detach().to(self.weights.dtype) * self.weights)
+
+
+LossFunction = Callable[[PolicyLossInputs], tuple[Tensor, Mapping[str, Tensor | float]]]
+"""A loss of the user's own: for each token its loss before weighting, and metrics by name, each one number. Metrics add
+up over a step's micro-batches, as `PolicyLossInputs.average` makes them; of names that end in `_min` and `_max` the
+least and the largest count."""
+
 
 def clip(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
     """max(−A·r, −A·clip(r, 1 − low, 1 + high)) with the token's ratio r = p / p_old.
@@ -69,7 +85,7 @@ def clip_sequence(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
     token's gradient depends on that token alone, so the order does not matter.
     """
     own = inputs.log_probs - inputs.log_probs.detach()
-    mean = mean_of_each(inputs.log_probs - inputs.old_log_probs, inputs.of_completions)
+    mean = inputs.completion_means(inputs.log_probs - inputs.old_log_probs)
     return _clipped(inputs, ops.exp(mean) * ops.exp(own), low, high)
 
 

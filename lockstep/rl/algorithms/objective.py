@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import Algorithm
 from lockstep.rl.algorithms.losses import (
+    LossFunction,
     PolicyLossInputs,
     clip,
     clip_sequence,
@@ -21,27 +25,26 @@ from lockstep.rl.algorithms.off_policy import correction, ratio_metrics, ratios
 Metrics = dict[str, Float[Tensor, ""]]
 
 
-def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Tensor, ""], Metrics]:
+def objective(
+    inputs: PolicyLossInputs, algorithm: Algorithm, own: LossFunction | None = None
+) -> tuple[Float[Tensor, ""], Metrics]:
     """Σ w · c · loss + kl_coefficient · Σ w · KL − entropy_coefficient · Σ w · entropy, over the tokens, and
     value_coefficient · Σ w · value loss if values are trained.
 
-    The token's loss is `algorithm.loss`, c is the off-policy correction if there is one, and KL counts if
-    `algorithm.kl_in` is the loss. Also returns metrics, without gradient: names that end in `_min` and `_max` combine
-    over micro-batches by minimum and maximum, all others are weighted sums.
+    The token's loss is `algorithm.loss`, or `own` if that is given, c is the off-policy correction if there is one, and
+    KL counts if `algorithm.kl_in` is the loss. Also returns metrics, without gradient: names that end in `_min` and
+    `_max` combine over micro-batches by minimum and maximum, all others are weighted sums.
 
     Everything is a sum over this micro-batch's tokens with weights of the whole step, and terms that span a completion
     depend on that completion alone: losses, gradients and sums of micro-batches of whole completions add up to the
     step's, however it was split.
     """
-    if algorithm.loss == "reinforce":
-        losses, clipped = reinforce(inputs)
-    else:
-        clipping = {"clip": clip, "clip_sequence": clip_sequence, "clip_weight": clip_weight}[algorithm.loss]
-        losses, clipped = clipping(inputs, algorithm.clip_low, algorithm.clip_high)
+    loss_of = own or partial(_losses, algorithm=algorithm)
+    losses, of_loss = loss_of(inputs)
     weights = inputs.weights
     ratio = ratios(inputs.log_probs, inputs.old_log_probs, inputs.of_completions)
     metrics = ratio_metrics(ratio, weights, "policy/ratio")
-    metrics["policy/clip_fraction"] = ops.total(clipped.to(weights.dtype) * weights)
+    metrics |= {f"policy/{name}": _number(value) for name, value in of_loss.items()}
     if algorithm.off_policy != "none" and inputs.sampler_log_probs is not None:
         between = inputs.old_log_probs, inputs.sampler_log_probs, inputs.of_completions
         bounds = algorithm.off_policy_low, algorithm.off_policy_high
@@ -67,8 +70,22 @@ def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Ten
         total = ops.total(errors * weights)
         loss = loss + algorithm.value_coefficient * total
         metrics["value/loss"] = total.detach()
-        metrics["value/clip_fraction"] = ops.total(bounded.to(weights.dtype) * weights)
+        metrics["value/clip_fraction"] = inputs.average(bounded)
     return loss, metrics
+
+
+def _losses(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Tensor, "tokens"], Metrics]:
+    """Each token's loss, by the name of the algorithm's, and the share of tokens that it clips."""
+    if algorithm.loss == "reinforce":
+        losses, clipped = reinforce(inputs)
+    else:
+        clipping = {"clip": clip, "clip_sequence": clip_sequence, "clip_weight": clip_weight}[algorithm.loss]
+        losses, clipped = clipping(inputs, algorithm.clip_low, algorithm.clip_high)
+    return losses, {"clip_fraction": inputs.average(clipped)}
+
+
+def _number(value: Tensor | float) -> Float[Tensor, ""]:
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def policy_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby, islice, pairwise
 
 import torch
@@ -21,11 +21,12 @@ from lockstep.rl.algorithms import (
     value_returns,
     whitened,
 )
+from lockstep.rl.algorithms.own import AdvantageInputs, OwnAdvantages
 from lockstep.rl.rollouts.records import Rollout, episodes_of
 
 
-def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
-    """Assigns advantages by `algorithm.advantage`; the rollouts are ordered by group.
+def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm, own: OwnAdvantages | None = None) -> None:
+    """Assigns advantages by `own` if it is given, else by `algorithm.advantage`; the rollouts are ordered by group.
 
     Rewards, and `reference_logprobs`, `teacher_logprobs` and `values` if the algorithm uses them, must have been
     assigned.
@@ -45,14 +46,14 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
         to_go = [rewards_to_go(rows[0].scores.reward, charges) for rows, charges in zip(episodes, charges_of_episodes)]
         _assign_to_rows(episodes, whitened(to_go, algorithm.normalize_advantages))
         return
-    for _, members in groupby(zip(episodes, charges_of_episodes), key=lambda member: member[0][0].group):
-        group = list(members)
-        # One group at a time: if some rewards failed, groups differ in size.
-        rewards = [rows[0].scores.reward - math.fsum(charges) for rows, charges in group]
-        relative = _relative(torch.tensor([rewards], dtype=torch.float64), algorithm)[0].tolist()
-        for (rows, _), advantage in zip(group, relative):
-            for rollout in rows:
-                rollout.scores.advantage = advantage
+    # One group at a time: if some rewards failed, groups differ in size.
+    groups = [list(members) for _, members in groupby(episodes, key=lambda rows: rows[0].group)]
+    totals = (rows[0].scores.reward - math.fsum(charges) for rows, charges in zip(episodes, charges_of_episodes))
+    rewards = [torch.tensor([next(totals) for _ in group], dtype=torch.float64) for group in groups]
+    if own is not None:
+        _assign_to_groups(groups, own(advantage_inputs(groups, rewards)))
+        return
+    _assign_to_groups(groups, [_relative(of_group[None], algorithm)[0].tolist() for of_group in rewards])
     if algorithm.advantage == "group_batch":
         of_tokens = [[a for rollout in rows for a in rollout.advantages_of_tokens()] for rows in episodes]
         _assign_to_rows(episodes, whitened(of_tokens, algorithm.normalize_advantages))
@@ -86,6 +87,37 @@ def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[flo
     reference = torch.tensor([x for r in rollouts for x in r.scores.reference_logprobs])
     charged = divergences(policy, reference, algorithm.kl_estimator).double() * algorithm.kl_coefficient
     return [part.tolist() for part in charged.split([r.num_sampled for r in rollouts])]
+
+
+def advantage_inputs(groups: Sequence[Sequence[Sequence[Rollout]]], rewards: Sequence[Tensor]) -> AdvantageInputs:
+    """What a user's advantages are a function of. groups: the rows of each episode of each group."""
+
+    def of_tokens(column: Callable[[Rollout], list[float]]) -> list[list[Tensor]]:
+        return [[torch.tensor([x for rollout in rows for x in column(rollout)]) for rows in group] for group in groups]
+
+    def if_scored(column: Callable[[Rollout], list[float]]) -> list[list[Tensor]] | None:
+        return of_tokens(column) if any(column(r) for group in groups for rows in group for r in rows) else None
+
+    return AdvantageInputs(
+        rewards=rewards,
+        lengths=[[sum(rollout.num_sampled for rollout in rows) for rows in group] for group in groups],
+        log_probs=of_tokens(lambda rollout: rollout.logprobs),
+        reference_log_probs=if_scored(lambda rollout: rollout.scores.reference_logprobs),
+        teacher_log_probs=if_scored(lambda rollout: rollout.scores.teacher_logprobs),
+    )
+
+
+def _assign_to_groups(
+    groups: Sequence[Sequence[Sequence[Rollout]]], advantages: Sequence[Sequence[float | list[float]]]
+) -> None:
+    """For each episode of each group, one advantage or one for each of its tokens."""
+    for group, of_group in zip(groups, advantages):
+        for rows, of_episode in zip(group, of_group):
+            if isinstance(of_episode, list):
+                _assign_to_rows([rows], [of_episode])
+                continue
+            for rollout in rows:
+                rollout.scores.advantage = of_episode
 
 
 def _assign_to_rows(episodes: Sequence[Sequence[Rollout]], of_tokens: Sequence[list[float]]) -> None:

@@ -67,6 +67,19 @@ def collect(
     """
     if isinstance(environment, ConversationEnvironment):
         return play(groups, params, seed, environment, engine, rendering, grader, first)
+    return complete(groups, params, seed, engine, rendering, first, environment.marks_reasoning)
+
+
+def complete(
+    groups: Mapping[int, Example],
+    params: SamplingParams,
+    seed: Sequence[int],
+    engine: Sampler,
+    rendering: Rendering,
+    first: int | None = None,
+    marks_reasoning: bool = False,
+) -> list[Rollout]:
+    """As `collect`, for prompts that are not conversations. marks_reasoning: as in `Environment`."""
     prompts = [encode_prompt(rendering, example, engine, params.max_tokens) for example in groups.values()]
     entropy = list(seed) if seed[-1] else list(seed[:-1])
     # Drawn for all groups up to the last, so that a group's seed does not depend on which rank requests it.
@@ -82,7 +95,7 @@ def collect(
             truncated_logprobs=completion.truncated_logprobs,
             routes=completion.routes,
             finish_reason=completion.finish_reason,
-            completion=completion_text(rendering, prompt, completion, environment.marks_reasoning),
+            completion=completion_text(rendering, prompt, completion, marks_reasoning),
             **of_versions(completion.versions, engine.weights_version),
         )
         for group, prompt, of_group in zip(groups, prompts, completions)

@@ -15,7 +15,7 @@ from lockstep.config import Algorithm
 from lockstep.generate.routes import routes_in
 from lockstep.model import Decoder, ScoringModel
 from lockstep.parallel.tensor_group import tensor_group_of
-from lockstep.rl.algorithms import PolicyLossInputs, objective
+from lockstep.rl.algorithms import LossFunction, PolicyLossInputs, objective
 from lockstep.rl.rollouts.packing import PolicyBatch
 from lockstep.rl.rollouts.records import Rollout
 from lockstep.rl.rollouts.replicas import Replicas
@@ -37,12 +37,14 @@ class PolicyLoss:
         mask_truncated: bool = False,
         replay_routes: bool = False,
         value_head: ValueHead | None = None,
+        own: LossFunction | None = None,
     ):
         """compare: whether to compare the trainer's log-probabilities and routes with the generator's.
 
-        mask_truncated: as in `Packing`. replay_routes: whether tokens go to the generator's experts.
+        mask_truncated: as in `Packing`. replay_routes: whether tokens go to the generator's experts. own: the user's
+        loss, in place of the algorithm's.
         """
-        self.algorithm, self.temperature = algorithm, temperature
+        self.algorithm, self.temperature, self.own = algorithm, temperature, own
         self.sums_to_one = algorithm.loss_average != "budget" and not mask_truncated
         """Whether the weights of the step's tokens add up to 1."""
         self.compare, self.replay_routes, self.value_head = compare, replay_routes, value_head
@@ -94,7 +96,7 @@ class PolicyLoss:
             old_values=batch.old_values,
             returns=batch.returns,
         )
-        loss, metrics = objective(inputs, self.algorithm)
+        loss, metrics = objective(inputs, self.algorithm, self.own)
         self.weights.append(float(ops.total(batch.weights)))
         for name, value in metrics.items():
             self.of_microbatches.setdefault(name, []).append(float(value))
@@ -164,7 +166,7 @@ class PolicyLoss:
         # Where the weights add up to 1, dividing by their rounded sum would change bits.
         weight = 1.0 if self.sums_to_one else math.fsum(self.weights)
         means = {name: _combined(name, values, weight or 1.0) for name, values in self.of_microbatches.items()}
-        for name in [n for n in means if n.endswith("_square")]:
+        for name in [n for n in means if n.endswith("/ratio_square")]:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
         routes, different = self.routes_replayed
