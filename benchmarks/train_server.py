@@ -91,9 +91,11 @@ def train_server(options: argparse.Namespace, folder: Path) -> Iterator[tuple[An
     import tinker
 
     settings = ("--output", str(folder / "states"), "--model-name", NAME, "--dtype", options.dtype)
-    with serving("train-server", folder, *settings) as (url, _, pid):
-        with tinker.ServiceClient(base_url=url, api_key="tml-none") as client:
-            yield client, pid
+    with (
+        serving("train-server", folder, *settings) as (url, _, pid),
+        tinker.ServiceClient(base_url=url, api_key="tml-none") as client,
+    ):
+        yield client, pid
 
 
 def training_client(client: Any, rank: int, seed: int) -> Any:
