@@ -102,6 +102,7 @@ UNSUPPORTED = {
         "calls and reasoning are read in the format of the model's chat template; leave it out",
     ),
     "chat-template": "put the template into the model's folder as chat_template.jinja",
+    "full": "tinker's client can ask for adapters alone; train all weights with lockstep sft or lockstep rl",
     "enable-lora": "name the adapters with --lora-modules NAME=FOLDER",
     "trust-remote-code": "code in a model's folder is never run",
     "push-to-hub": "upload the folder that lockstep convert writes",
