@@ -29,6 +29,7 @@ REPLIES = "{}", "Guess: {}", "Answer: {}", "\\boxed{{{}}}", "\\boxed{{{}}}", CAL
 LEADS = ("<think>\n", "\n</think>\n\n"), ("<think>\n\n</think>\n\n", "")
 """How prompts end, and how their replies begin: with thoughts, and without."""
 STEPS, BATCH, RATE = 220, 8, 3e-3
+WORDS = "after many years the river rose again and several towns that stood before it were later under water"
 
 
 def write_model(folder):
@@ -92,12 +93,13 @@ def write_data(home):
         asked = f"\n\nHuman: {question}\n\nAssistant:"
         return {"chosen": f"{asked} \\boxed{{{answer}}}", "rejected": f"{asked} Guess: {answer}"}
 
-    words = "after many years the river rose again and several towns that stood before it were later under it".split()
+    def page(question, answer):
+        return {"text": " ".join(draw.choices(WORDS.split(), k=20)) + "\n"}
+
     write("openai/gsm8k", lambda question, answer: {"question": question, "answer": f"#### {answer}"}, 64, "main")
     write("HuggingFaceH4/no_robots", robots, 64)
     write("Anthropic/hh-rlhf", preference, 64)
     write("zwhe99/DeepMath-103K", lambda question, answer: {"question": question}, 64, splits=("train",))
-    page = lambda question, answer: {"text": " ".join(draw.choices(words, k=20)) + "\n"}  # noqa: E731
     write("Salesforce/wikitext", page, 500, "wikitext-103-raw-v1", ("train",))
 
 
