@@ -66,7 +66,7 @@ def read(parts, form):
 
 
 @pytest.mark.parametrize("linear", FORMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_what_is_read_is_the_rounded_weight_and_products_with_it_keep_their_bits(linear, data, seed):
     rows, depth = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)) * max(MULTIPLES[linear], 16)

@@ -62,7 +62,7 @@ def _of_document(encoded):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(documents=DOCUMENTS, length=st.integers(4, 60), seed=st.integers(0, 3))
 def test_every_sequence_that_fits_is_whole_and_every_target_is_there_once(documents, length, seed):
     rows = Rows(_corpus(documents), length, seed, "whole", repeat=False)
@@ -86,7 +86,7 @@ def test_every_sequence_that_fits_is_whole_and_every_target_is_there_once(docume
     assert rows.counts["cut_documents"] == too_long
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(documents=DOCUMENTS, length=st.integers(24, 60))
 def test_a_row_has_the_bits_of_its_complete_sequences(model, documents, length):
     rows = Rows(_corpus(documents, vocabulary=250), length, 0, "whole", repeat=False)

@@ -169,7 +169,7 @@ def test_a_call_that_cannot_be_read_keeps_its_text_and_the_next_one_is_read(toke
         assert found.call.problem and found.text == good[:-cut].strip()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(list(CALL_FAMILIES)))
 def test_any_reply_is_read_the_same_whole_and_as_it_comes(tokenizers, data, name):
     texts = [

@@ -243,7 +243,7 @@ THOUGHTS = st.none() | WORDS.filter(str.strip)
 CALLS = st.lists(st.dictionaries(st.text("ab", min_size=1), st.integers() | WORDS, max_size=2), max_size=2)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(thought=THOUGHTS, content=WORDS, calls=CALLS, name=st.sampled_from(["gptoss", "qwen3", "deepseek_r1_distill"]))
 def test_replies_are_read_as_transformers_reads_them(folders, tokenizers, thought, content, calls, name):
     reply = _written(name, thought, content, calls)
@@ -286,7 +286,7 @@ def _theirs(folder):
     return tokenizer
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(FAMILIES), opened=st.booleans())
 def test_whatever_is_sampled_is_the_same_whole_and_as_it_comes(tokenizers, data, name, opened):
     tokenizer = tokenizers[name]

@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PACKING = st.sampled_from(["cut", "whole"])
-searched = settings(max_examples=40, deadline=None)
+searched = settings(max_examples=40)
 
 
 def _corpus(lengths, scored=None):

@@ -247,7 +247,7 @@ def test_sources_and_weights_as_they_are_written():
         parse_data("a=0,b=1")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4), taken=st.integers(0, 100), repeat=st.booleans())
 def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
     def mixture():

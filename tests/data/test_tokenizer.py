@@ -63,7 +63,7 @@ def stream(tokenizer, ids, prompt=()):
     return "".join([decoder.push(i) for i in ids]) + decoder.finish()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(ids=st.lists(st.integers(0, 511), max_size=60))
 def test_a_stream_of_any_tokens_is_their_text(bpe_tokenizer, ids):
     assert stream(bpe_tokenizer, ids) == bpe_tokenizer.decode(ids)
@@ -93,7 +93,7 @@ def byte_fallback_folder(tmp_path_factory):
     return folder
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     words=st.lists(st.sampled_from(["<s>", "▁", "▁world", "▁hello", *"éx日🙂"]), min_size=1, max_size=12),
     begun=st.integers(1, 12),

@@ -125,7 +125,7 @@ def _require_bits(built, prompts, params, groups):
         ("plain", "bfloat16", "int4"),
     ],
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 10_000),
     tokens_per_step=st.sampled_from([16, 37, 256]),

@@ -76,7 +76,7 @@ class Part(Whole):
         self.vocab, self.first, self.stop = vocab, first, stop
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_adjusted_logits_are_those_of_the_definition_in_any_part_of_the_vocabulary(data):
     vocab, generator = 40, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -51,7 +51,7 @@ def _go_on(engine, prompt, params, begun):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_an_engine_continues_from_any_prefix_of_each_sample(data):
     prompt = data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=24))

@@ -89,7 +89,7 @@ def _checked(engine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     seed=st.integers(0, 3),
     budget=st.sampled_from([19, 70, 300]),
@@ -263,7 +263,7 @@ def _interrupted(*_):
     raise KeyboardInterrupt
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 1000),
     actions=st.lists(st.sampled_from(["add", "add", "step", "step", "step", "abort", "update"]), max_size=25),

@@ -117,7 +117,7 @@ DRAFTS = ["n-grams", "history", "a smaller model", *SPOILS]
         ),
     ],
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 3),
     budget=st.sampled_from([19, 60, 300]),
@@ -179,7 +179,7 @@ def test_a_draft_that_proposes_no_whole_numbers_is_an_error_and_later_requests_a
     assert engine.generate([[9, 10]], params) == expected and all_pages_are_free(engine)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 1000),
     actions=st.lists(st.sampled_from(["add", "step", "step", "abort", "update"]), max_size=30),

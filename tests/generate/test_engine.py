@@ -52,7 +52,7 @@ LOADS = dict(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(**LOADS)
 def test_load_changes_no_bit_and_loses_no_page(dtype, seed, **config):
     check_load(MODELS[dtype], seed, config)
@@ -60,7 +60,7 @@ def test_load_changes_no_bit_and_loses_no_page(dtype, seed, **config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(**LOADS)
 def test_load_changes_no_bit_of_a_compiled_model(dtype, seed, **config):
     check_load(_compiled(dtype), seed, config)

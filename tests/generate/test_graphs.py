@@ -29,7 +29,7 @@ def _engine(capture, model=MODEL, **settings_of_engine) -> Engine:
     return engine
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 1000),
     budget=st.sampled_from([7, 30, 200]),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lockstep.generate.pages import ROOT, PageAllocator
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(["new", "share", "release", "reset"]), st.integers(0, 5)), max_size=60)
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -81,7 +81,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12), st.text())
 def test_any_configuration_is_refused_in_one_short_line(values, kind):
     text = refusal({"hidden_size": 64, "model_type": f"x{kind}", **values})

@@ -83,7 +83,7 @@ def test_packed_sequences_agree_with_the_definition(sizes, dtype):
         assert not out[-3:].any()
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     cuts=st.lists(st.integers(1, 99), max_size=4, unique=True),
     rate=st.sampled_from(RATES),

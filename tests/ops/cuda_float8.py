@@ -43,7 +43,7 @@ def assert_same(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("kind", CODES)
-@settings(max_examples=4, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
+@settings(max_examples=4, phases=[Phase.generate])  # to shrink takes the interpreter minutes
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_codes_are_those_of_their_definition(kind, data, dtype):
     rows, blocks = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))

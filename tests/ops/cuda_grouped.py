@@ -47,7 +47,7 @@ def _row_by_row(x, w, counts):
     # A dense product cuts the last into two pieces.
     [(TILES[2], (65, 21)), pytest.param(TILES[1], (65, 21), marks=pytest.mark.slow), (TILES[0], (513, 5))],
 )
-@settings(max_examples=1, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
+@settings(max_examples=1, phases=[Phase.generate])  # to shrink takes the interpreter minutes
 @given(
     counts=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=3, max_size=5).filter(any),
     dtype=st.sampled_from(DTYPES),

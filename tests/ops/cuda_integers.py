@@ -22,7 +22,7 @@ from tests.ops.test_linear import cancelling
 from tests.train.cuda_graphs import Capture
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
+@settings(max_examples=10, phases=[Phase.generate])  # to shrink takes the interpreter minutes
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), group=st.sampled_from([0, 32, 128]))
 def test_products_are_those_of_their_definition(data, dtype, group):
     rows, outputs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 150))

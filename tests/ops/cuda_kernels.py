@@ -128,7 +128,7 @@ def test_a_product_equals_the_library_and_a_row_is_the_same_in_any_company(dtype
     expected = _product(x, weight)
     _close([expected], [x.float() @ weight.float().T], dtype)
 
-    @settings(max_examples=2, deadline=None)
+    @settings(max_examples=2)
     @given(chosen=st.lists(st.integers(0, 69), min_size=1, max_size=40))
     def same(chosen):
         assert torch.equal(_product(x[chosen], weight), expected[chosen])
@@ -270,7 +270,7 @@ def test_an_update_has_the_bits_of_the_cpus(moments, kind):
         assert all(map(torch.equal, stepped(), expected))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=2),
     terms=st.sampled_from([ops.Terms(), ops.Terms(window=1), ops.Terms(window=70), ops.Terms(0.3, 20, SINKS)]),
@@ -365,7 +365,7 @@ def _log_probs(masses, join, logits, targets, inverse):
     return join(masses(logits, inverse, piece_bounds(logits.shape[1])), chosen)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     groups=st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=5), max_size=3),
     seed=st.integers(0, 99),

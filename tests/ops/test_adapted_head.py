@@ -103,7 +103,7 @@ def test_the_number_of_threads_does_not_matter(threads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), cap=st.sampled_from([0.0, 2.0]), data=st.data())
 def test_a_row_has_the_bits_of_its_operators_in_any_company(form, dtype, seed, cap, data):
     rows = data.draw(st.integers(1, 12))

@@ -86,7 +86,7 @@ def test_a_head_of_any_width_has_the_bits_of_one_with_zeros_behind_it(form, dtyp
         assert not other[..., own.shape[-1] :].any(), name
 
 
-@settings(max_examples=16, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=16, phases=[Phase.generate])  # to shrink would take minutes
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
@@ -112,7 +112,7 @@ def queries_and_latents(dtype, tokens, heads, width):
     return q.view(tokens, heads, width), k[:, None] / 8
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
@@ -223,7 +223,7 @@ def _layout(groups: Groups) -> tuple[list[int], list[int], torch.Tensor]:
     return lengths, left_out, torch.tensor(rows)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     groups=st.lists(

@@ -59,7 +59,7 @@ def test_codes_and_scales_represent_the_rounded_rows(dtype):
         assert codes.min() >= -127 and codes[~broken & (exponents[..., 0] > 1)].abs().amax(-1).min() >= 64
 
 
-@settings(max_examples=16, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=16, phases=[Phase.generate])  # to shrink would take minutes
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),

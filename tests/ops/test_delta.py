@@ -231,7 +231,7 @@ def assert_pieces_agree(
             paged.slots[moved] = target
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.generate])  # to shrink would take minutes
+@settings(max_examples=10, phases=[Phase.generate])  # to shrink would take minutes
 @given(
     dtype=st.sampled_from([FLOAT, HALF]),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),

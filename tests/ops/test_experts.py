@@ -51,7 +51,7 @@ def in_formats(kind, format):
     return partial(experts_of, formats=formats), partial(drawn, inner=64)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_grouped_product_is_the_product_of_each_group(form, dtype, data):
     counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 9]), min_size=1, max_size=5))
@@ -89,7 +89,7 @@ def test_starts_that_are_not_of_these_rows_are_refused():
             ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),

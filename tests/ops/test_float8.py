@@ -221,7 +221,7 @@ def test_the_largest_finite_numbers_round_without_becoming_nan():
         assert float8.block_values(x, "floor")[0].tolist() == 32 * [448 * 2.0**119]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_rows_and_blocks_of_any_shape_are_rounded_separately(form, dtype, data):
     shape = [data.draw(st.integers(1, most)) for most in (3, 70, 140)]

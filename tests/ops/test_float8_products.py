@@ -18,7 +18,7 @@ product = float8_products.float8_linear
 
 
 @pytest.mark.parametrize("kind", BY_ROW)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_a_row_has_the_same_bits_alone_among_others_and_in_any_order(form, kind, dtype, data):
     rows, blocks, outputs = (data.draw(st.integers(1, most)) for most in (40, 3, 40))

@@ -28,7 +28,7 @@ def factors(seed, counts, depth, outputs, dtype):
     return x, w.view(len(counts), outputs, depth)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), group=st.sampled_from([*KINDS]))
 def test_a_groups_product_is_that_of_its_weight_alone(form, data, dtype, group):
     counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 9, 21]), min_size=1, max_size=5))

@@ -35,7 +35,7 @@ def difficult(seed, rows, depth, dtype):
     return x.to(dtype)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), group=st.sampled_from([0, 32, 128]))
 def test_products_are_those_of_their_definition(form, data, dtype, group):
     rows, outputs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70))

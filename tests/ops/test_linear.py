@@ -58,7 +58,7 @@ def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype):
     assert_rows_agree(module.product, *cancelling(0, 130, 77, 45, dtype), counts)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_products_are_the_chain_that_defines_them(form, dtype, data):
     rows, depth, outputs = (data.draw(st.integers(1, most)) for most in (40, 90, 70))

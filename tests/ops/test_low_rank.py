@@ -10,7 +10,7 @@ from tests.ops.test_linear import DTYPES, cancelling
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 40),

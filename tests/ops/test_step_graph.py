@@ -76,7 +76,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(order=st.lists(st.integers(0, len(STEPS) - 1), min_size=1, max_size=30), seed=st.integers(0, 1000))
 def test_a_replay_has_the_bits_of_a_call(order, seed):
     """Results of earlier steps are used again, so that memory that is given back too soon shows."""

@@ -130,7 +130,7 @@ def test_a_loss_under_fake_tensors_leaves_nothing_behind_for_a_real_one():
 HIDDEN, HEAD = _randn(0, 24, 16) * 3, _randn(1, 40, 16)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=24)
 @example(0.0)
 @given(st.floats(0.01, 10.0) | st.integers(1, 300).map(lambda hundredths: hundredths / 100))
 def test_trainer_and_generator_agree_at_any_temperature(temperature):
@@ -160,7 +160,7 @@ def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
     assert all(torch.equal(own, each[whole]) for own, each in zip(alone, drawn, strict=True))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
 def test_cuts_keep_the_tokens_that_the_processors_of_transformers_keep(seed):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -218,7 +218,7 @@ def cut_by_sorting(logits, inverse, top_k, top_p, min_p, asked):
     return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 10**6),

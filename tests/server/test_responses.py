@@ -441,9 +441,9 @@ def test_fields_without_effect_are_accepted(thinking):
 
 
 def test_an_error_within_a_stream_is_an_event_and_the_response_has_failed(chat_folder, monkeypatch):
-    with running_server(chat_folder, request_seconds=0.5) as server:
+    with running_server(chat_folder, request_seconds=2) as server:
         step = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.01) or step())
+        monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.02) or step())
         events = streamed(server, input="hi", max_output_tokens=400, **END)
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
         error, failed = events[-2:]

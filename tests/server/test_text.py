@@ -16,7 +16,7 @@ ANY = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     text_and_stops=BEGUN_AGAIN | ANY,
     cut=st.integers(0, 3),

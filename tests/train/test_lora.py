@@ -99,7 +99,7 @@ def _differences(model, seed, tokens_per_step):
         *(pytest.param(dtype, "inductor", marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
     ],
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10_000), tokens_per_step=st.sampled_from([16, 37, 256]))
 def test_the_engine_has_the_trainers_bits_with_an_adapter(dtype, backend, seed, tokens_per_step):
     assert _differences(_model(dtype, backend), seed, tokens_per_step) == 0

@@ -56,8 +56,8 @@ def test_the_seconds_are_those_of_the_environments_turns_without_the_models(tmp_
     (tmp_path / "task.py").write_text(TASK)
     name = f"{tmp_path / 'task.py'}:Slow"
     environment = load_environment(name)
-    with open_workers(EnvironmentSource(name), RewardConfig(workers=1, seconds=0.5), tmp_path) as workers:
-        for prompt, least in (("fine", 0.06), ("exits", 0.2), ("blocks", 0.5), ("freezes", 0.5)):
+    with open_workers(EnvironmentSource(name), RewardConfig(workers=1, seconds=1.5), tmp_path) as workers:
+        for prompt, least in (("fine", 0.06), ("exits", 0.2), ("blocks", 1.5), ("freezes", 1.5)):
             runners = [partial(WorkerConversationRunner, [worker_task(rl.Example(prompt), 0)], workers)]
             if prompt == "fine":
                 runners.append(partial(ConversationRunner, environment, [rl.Example("fine")], RewardConfig()))

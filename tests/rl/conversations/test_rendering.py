@@ -50,7 +50,7 @@ SLOW = ("deepseek_r1_distill", "llama3", "qwen3_5_think", "qwen3_instruct_2507")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in FAMILIES])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(dialogue=dialogues())
 @example(dialogue=(False, "more", [([127, 0, 95], "end", [("user", "more")]), ("", "end", [("user", "more")])]))
 def test_a_row_is_what_the_model_saw_and_said(name, renderings, dialogue):

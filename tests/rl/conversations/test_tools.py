@@ -191,7 +191,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3))
 def test_any_arguments_are_read_as_they_were_written(arguments):
     dumped = [json.dumps({"name": "f", "arguments": one}) for one in arguments]
@@ -208,7 +208,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join), st.sampled_from([QWEN3, LLAMA3]))
 def test_no_reply_breaks_the_reading_of_calls(text, format):
     for found in parse_calls(text, format):

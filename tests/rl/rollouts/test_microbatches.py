@@ -59,7 +59,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 300), max_size=40), budget=st.integers(1, 400))
 def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget):
     bins = first_fit_decreasing(sizes, budget)
@@ -71,7 +71,7 @@ def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget)
     assert all(first + second > budget for n, first in enumerate(totals) for second in totals[n + 1 :])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(groups=GROUPS, budget=st.integers(20, 500))
 def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
     rollouts = _rollouts(groups)
@@ -109,7 +109,7 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(groups=GROUPS, budget=st.integers(20, 500), seed=st.integers(0, 99), masked=st.booleans())
 def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
     model, config = _sharp(dtype), RLConfig(model="m", algorithm="ppo", temperature=0.8)
@@ -177,7 +177,7 @@ def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, 
         assert 1 <= most < busiest and most <= slowest < waits
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(groups=GROUPS, ranks=st.integers(2, 5), seed=st.integers(0, 99))
 def test_every_microbatch_is_computed_by_one_rank_and_all_have_as_many(groups, ranks, seed):
     rollouts, model = _rollouts(groups, seed), build_model(SHAPE, "float32")
