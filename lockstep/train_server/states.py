@@ -176,7 +176,7 @@ class States:
     def delete(self, state: SavedState) -> None:
         place = self._place(state)
         gone = place.with_name(f"{UNFINISHED}{secrets.token_hex(6)}")
-        del self._known[state.path]
+        self._known.pop(state.path, None)  # two threads may find that it has expired
         if place.exists():
             place.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
