@@ -93,6 +93,24 @@ class Panic(BaseException):
 
 
 @contextmanager
+def in_a_thread(server):
+    """Runs a server until the block ends."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(server.begin_end)
+        loop.call_soon_threadsafe(server.begin_end)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
 def running_server(folder, **options):
     from lockstep.generate.server.app import create_app
     from lockstep.generate.server.serve import Server, build_service
@@ -100,21 +118,10 @@ def running_server(folder, **options):
     config = ServeConfig(model=str(folder), **({"engine": ENGINE, "port": 0} | options))
     service = build_service(config, folder)
     server = Server(create_app(service), service.config, service.limits)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    running = Running(service, server)
-    try:
+    with in_a_thread(server):
+        running = Running(service, server)
         yield running
         running.wait_until(running.all_pages_free)
-    finally:
-        loop.call_soon_threadsafe(server.begin_end)
-        loop.call_soon_threadsafe(server.begin_end)
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 @contextmanager

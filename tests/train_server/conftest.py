@@ -1,8 +1,5 @@
 """A real server of the training API on a loopback port, and the released client that talks to it."""
 
-import asyncio
-import threading
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -14,6 +11,7 @@ from lockstep import build_model, save_model
 from lockstep.config import EngineConfig, TrainServerConfig
 from lockstep.data.tokenizer import ByteTokenizer
 from lockstep.model import preset
+from tests.server.conftest import in_a_thread
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=64, cache_tokens=16384)
 NAME = "Qwen/Qwen3-8B"
@@ -56,19 +54,8 @@ def running(folder, output, **options):
     settings = {"engine": ENGINE, "port": 0, "model_name": NAME, "shutdown_seconds": 0.5} | options
     service = build_service(TrainServerConfig(model=str(folder), output=str(output), **settings), folder)
     server = Server(create_app(service), service.config, service.limits)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
+    with in_a_thread(server):
         yield Running(service, server)
-    finally:
-        for _ in range(2):
-            loop.call_soon_threadsafe(server.begin_end)
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
